@@ -1,0 +1,482 @@
+"""Settings: one table of keys, read once, handed on as frozen dataclasses.
+
+    YAML file  <  environment KVTIDE_<NAME>  <  the connector's extra config kvtide.<name>
+
+Later places win. Each key has an owner: a running node keeps its own settings whatever an engine
+asks for, and an engine's settings never reach the node. An unknown name stops the start and names
+the nearest known one: a setting that is misspelt must not be a setting that is ignored. Nothing
+else in kvtide reads the environment or the file.
+
+Rejected: several tables merged at import (which names exist would depend on what was imported);
+a catch-all mapping for experiments (nobody can tell then whether a name is known).
+"""
+
+import difflib
+import ipaddress
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from kvtide.errors import ConfigError
+from kvtide.units import KiB, MiB, format_bytes, parse_bytes
+
+Owner = Literal["node", "engine"]
+
+CONFIG_FILE = "KVTIDE_CONFIG_FILE"
+RUNTIME_DIR = "KVTIDE_RUNTIME_DIR"
+OTHER_VARIABLES = {
+    CONFIG_FILE: "Path of the YAML file. Without it: `kvtide.yaml` in `$XDG_CONFIG_HOME`, else in"
+    " `~/.config`, where there is one.",
+    RUNTIME_DIR: "Absolute path of the directory of the node's socket, lock and log. Without it:"
+    " `$XDG_RUNTIME_DIR/kvtide` where `$XDG_RUNTIME_DIR` is a directory, else `kvtide-<uid>` in"
+    " `$TMPDIR` or `/tmp`. Engines meet in a node by having the same one.",
+    "KVTIDE_TORCH_ARGS": "Only for `scripts/setup`: arguments for pip when it installs torch.",
+}
+"""Variables named KVTIDE_* that are not keys, and what they do."""
+
+ENVIRONMENT_PREFIX = "KVTIDE_"
+EXTRA_PREFIX = "kvtide."
+HOST_BYTES_MIN = MiB  # below this, somebody has left out the unit
+CHUNK_TOKENS_MIN, CHUNK_TOKENS_MAX = 16, 8192  # one block of the smallest engines; a long prompt
+TOKEN_LENGTH_MAX = KiB  # of an HTTP header
+
+
+@dataclass(frozen=True, slots=True)
+class HTTPAddress:
+    """Where the node listens for HTTP; port 0 lets the kernel choose."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """Settings of the node process."""
+
+    host_bytes: int | None  # bytes; None: a quarter of what is available, at most 64 GiB
+    linger_s: float  # seconds from the last engine's leaving to the node's end
+    http_address: HTTPAddress | None  # None: no HTTP
+    http_token: str | None = field(repr=False)  # None: pages that need one answer 403
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine's connector, equal in all its processes."""
+
+    enabled: bool  # no unit; False: the engine serves as if kvtide were not there
+    chunk_tokens: int  # tokens, before rounding down to whole blocks
+    multimodal_ids: Literal["salted", "trusted"]
+    weights_change: Literal["none", "reset"]
+    any_engine_version: bool
+    start_node: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Effective:
+    """One key as it came out, in words that may be shown: a secret's value is not in it."""
+
+    name: str
+    value: str
+    owner: Owner
+    source: str
+    default: str
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings of this process."""
+
+    node: NodeConfig
+    engine: EngineConfig
+    runtime_dir: Path
+    shown: tuple[Effective, ...]
+
+    def effective(self) -> list[Effective]:
+        """Every key with its value, in the order of the table, for `kvtide config show`."""
+        return list(self.shown)
+
+
+def _parse_host_bytes(raw: object) -> int | None:
+    if raw == "auto":
+        return None
+    size = parse_bytes(raw)
+    if size < HOST_BYTES_MIN:
+        raise ValueError(f"{size} bytes is too little to be meant; write a unit, such as 16GiB")
+    return size
+
+
+def _parse_seconds(raw: object) -> float:
+    is_number = isinstance(raw, int | float | str) and not isinstance(raw, bool)
+    seconds = float(str(raw)) if is_number else math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError("not a number of seconds")
+    return seconds
+
+
+def _parse_address(raw: object) -> HTTPAddress:
+    host, colon, port = raw.rpartition(":") if isinstance(raw, str) else ("", "", "")
+    if not colon or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise ValueError("not host:port")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        ipaddress.IPv6Address(host)  # raises ValueError and says why
+    elif any(character in host for character in ":[]/@ "):
+        raise ValueError("not host:port (an IPv6 address stands in brackets)")
+    return HTTPAddress(host, int(port))
+
+
+def _parse_token(raw: object) -> str:
+    is_text = isinstance(raw, str) and 0 < len(raw) <= TOKEN_LENGTH_MAX
+    if not is_text or not all("!" <= character <= "~" for character in str(raw)):
+        raise ValueError("not such a text (in YAML, digits alone need quotes)")
+    return str(raw)
+
+
+def _parse_flag(raw: object) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    if isinstance(raw, str) and raw.lower() in ("true", "false"):
+        return raw.lower() == "true"
+    raise ValueError("neither true nor false")
+
+
+def _parse_chunk_tokens(raw: object) -> int:
+    tokens = int(raw) if isinstance(raw, str) and raw.isdecimal() else raw
+    if type(tokens) is not int or not CHUNK_TOKENS_MIN <= tokens <= CHUNK_TOKENS_MAX:
+        raise ValueError("not such a number")
+    return tokens
+
+
+def _one_of(*words: str) -> Callable[[object], str]:
+    def parse(raw: object) -> str:
+        if raw not in words:
+            raise ValueError("not one of them")
+        return str(raw)
+
+    return parse
+
+
+def _show(value: object) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value).removesuffix(".0")
+
+
+def _show_host_bytes(value: object) -> str:
+    return f"{format_bytes(value)} ({value} bytes)" if isinstance(value, int) else "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One setting. `parse` takes text, or a value of YAML or JSON, and raises ValueError."""
+
+    name: str
+    default: object
+    parse: Callable[[object], Any]
+    owner: Owner
+    accepts: str
+    doc: str
+    show: Callable[[object], str] = _show
+    secret: bool = False
+
+    @property
+    def variable(self) -> str:
+        """Its name in the environment."""
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+    def shown(self, value: object) -> str:
+        """The value as `kvtide config show` and logs may print it."""
+        return "set, not shown" if self.secret and value is not None else self.show(value)
+
+
+KEYS = (
+    Key(
+        "host_bytes",
+        default=None,
+        parse=_parse_host_bytes,
+        owner="node",
+        accepts="`auto`, or a size such as 16GiB",
+        doc="Most memory that the node keeps KV cache in; it grows there as it is used. `auto` is"
+        " a quarter of the memory available when the node starts (the smaller of MemAvailable and"
+        " the cgroup's limit minus its usage), at most 64 GiB. A node that is asked for more than"
+        " is available does not start.",
+        show=_show_host_bytes,
+    ),
+    Key(
+        "linger_s",
+        default=600.0,
+        parse=_parse_seconds,
+        owner="node",
+        accepts="seconds, 0 or more",
+        doc="How long the node, and what it keeps, stays after its last engine has left.",
+    ),
+    Key(
+        "http_address",
+        default=None,
+        parse=_parse_address,
+        owner="node",
+        accepts="host:port, such as 127.0.0.1:9470 or [::1]:9470",
+        doc="Where the node serves `/healthz`, `/metrics` and `/status`. Not given: no HTTP.",
+    ),
+    Key(
+        "http_token",
+        default=None,
+        parse=_parse_token,
+        owner="node",
+        accepts="text without spaces, at most 1024 ASCII characters",
+        doc="Bearer token for `/status`. Not given: `/status` is refused; the other two pages"
+        " never need one. Useless, so an error, without `http_address`.",
+        secret=True,
+    ),
+    Key(
+        "enabled",
+        default=True,
+        parse=_parse_flag,
+        owner="engine",
+        accepts="true or false",
+        doc="With `false` the engine serves as if kvtide were not there.",
+    ),
+    Key(
+        "chunk_tokens",
+        default=256,
+        parse=_parse_chunk_tokens,
+        owner="engine",
+        accepts=f"a whole number from {CHUNK_TOKENS_MIN} to {CHUNK_TOKENS_MAX}",
+        doc="Tokens that are stored and moved together, rounded down to whole blocks of the"
+        " engine. Hits do not depend on it: they are as fine as the engine's own prefix cache."
+        " Engines share only if theirs are equal.",
+    ),
+    Key(
+        "multimodal_ids",
+        default="salted",
+        parse=_one_of("salted", "trusted"),
+        owner="engine",
+        accepts="`salted` or `trusted`",
+        doc="Whether requests with images, audio or video are cached. `salted`: only those that"
+        " carry a `cache_salt`, because a client may choose an item's id and the engine does not"
+        " tell such an id from a hash of the content. `trusted`: all, on the word of whoever sets"
+        " this that equal ids mean equal content.",
+    ),
+    Key(
+        "weights_change",
+        default="none",
+        parse=_one_of("none", "reset"),
+        owner="engine",
+        accepts="`none` or `reset`",
+        doc="Whether weights may change under a running engine. `none`: an engine set up for it is"
+        " not cached. `reset`: it is, on the word of whoever sets this that the trainer resets the"
+        " prefix cache, external part included, on each update.",
+    ),
+    Key(
+        "any_engine_version",
+        default=False,
+        parse=_parse_flag,
+        owner="engine",
+        accepts="true or false",
+        doc="With `true` kvtide also works in versions of the engine that it was not tested with.",
+    ),
+    Key(
+        "start_node",
+        default=True,
+        parse=_parse_flag,
+        owner="engine",
+        accepts="true or false",
+        doc="Whether the connector starts a node when none is there. With `false` it waits for"
+        " one, uncached, for as long as that takes.",
+    ),
+)
+"""All settings; the parser, the environment's names and docs/configuration.md follow from it."""
+
+_BY_NAME = {key.name: key for key in KEYS}
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A raw value, and the place that it was found in."""
+
+    key: Key
+    raw: object
+    source: str
+
+
+def read(
+    extra: Mapping[str, object] | None = None, *, environ: Mapping[str, str] = os.environ
+) -> Config:
+    """Read all places once.
+
+    Args:
+        extra: the connector's extra config; names that do not begin with kvtide are not ours.
+        environ: the environment, unless a test says otherwise.
+
+    Raises:
+        ConfigError: a name is unknown, a value is unusable, or two settings contradict each other.
+    """
+    last: dict[str, _Given] = {}
+    for given in (*_from_file(environ), *_from_environment(environ), *_from_extra(extra or {})):
+        last[given.key.name] = given
+    values = {key.name: key.default for key in KEYS}
+    values |= {name: _value(given) for name, given in last.items()}
+    if values["http_token"] is not None and values["http_address"] is None:
+        raise ConfigError(
+            f"{last['http_token'].source} sets http_token, but http_address is off, so nothing"
+            " would ask for it; set http_address too, or neither"
+        )
+    return Config(
+        node=NodeConfig(**_owned(values, "node")),
+        engine=EngineConfig(**_owned(values, "engine")),
+        runtime_dir=_runtime_dir(environ),
+        shown=tuple(
+            Effective(
+                name=key.name,
+                value=key.shown(values[key.name]),
+                owner=key.owner,
+                source=last[key.name].source if key.name in last else "default",
+                default=key.shown(key.default),
+            )
+            for key in KEYS
+        ),
+    )
+
+
+def _owned(values: Mapping[str, Any], owner: Owner) -> dict[str, Any]:
+    return {key.name: values[key.name] for key in KEYS if key.owner == owner}
+
+
+def _value(given: _Given) -> object:
+    try:
+        return given.key.parse(given.raw)
+    except ValueError as error:
+        # What is wrong with a secret may be told, what it is may not.
+        raw = "a value" if given.key.secret else repr(given.raw)
+        raise ConfigError(
+            f"{given.source} sets {given.key.name} to {raw}: {error}; give {given.key.accepts}"
+        ) from None
+
+
+def _known(name: str, *, source: str, written: Callable[[Key], str]) -> Key:
+    """The key of this name; `written` says how a key is written in that source."""
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    raise ConfigError(f"{source} is not a setting; {_nearest(name, written)}")
+
+
+def _nearest(name: str, written: Callable[[Key], str]) -> str:
+    near = difflib.get_close_matches(name, _BY_NAME, n=1)
+    if near:
+        return f"did you mean {written(_BY_NAME[near[0]])}?"
+    return "known are " + ", ".join(written(key) for key in KEYS)
+
+
+def _from_file(environ: Mapping[str, str]) -> Iterator[_Given]:
+    path = _config_file(environ)
+    if path is None:
+        return
+    seen: set[str] = set()
+    for name, raw, line in _yaml_items(path):
+        source = f"{path}, line {line}"
+        key = _known(name, source=f"{name!r} ({source})", written=lambda key: key.name)
+        if name in seen:
+            raise ConfigError(f"{source} sets {name} a second time; keep one of the two lines")
+        if raw is None:
+            raise ConfigError(f"{source} names {name} without a value; give {key.accepts}")
+        seen.add(name)
+        yield _Given(key, raw, source)
+
+
+def _config_file(environ: Mapping[str, str]) -> Path | None:
+    """The file to read: one that was asked for must exist, the user's own need not."""
+    asked = environ.get(CONFIG_FILE)
+    if asked is not None:
+        path = Path(asked)
+        if not path.is_file():
+            raise ConfigError(f"{CONFIG_FILE} names {asked!r}, which is not a file; correct it")
+        return path
+    directory = Path(environ.get("XDG_CONFIG_HOME", ""))
+    if not directory.is_absolute():  # unset, or to be ignored as its specification says
+        directory = Path(environ.get("HOME", "/")) / ".config"
+    path = directory / "kvtide.yaml"
+    return path if path.is_file() else None
+
+
+def _yaml_items(path: Path) -> list[tuple[str, object, int]]:
+    """Name, value and line of each setting in the file, by the safe loader."""
+    hint = "write one `name: value` a line"
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        if root is None:
+            return []
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{path} does not hold settings; {hint}")
+        return [
+            (
+                str(loader.construct_object(name, deep=True)),
+                loader.construct_object(value, deep=True),
+                name.start_mark.line + 1,
+            )
+            for name, value in root.value
+        ]
+    except yaml.MarkedYAMLError as error:  # its text would quote the line, which may hold a secret
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line} is not YAML: {error.problem}; {hint}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"{path} cannot be read: {reason}; correct or remove it") from None
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
+    by_variable = {key.variable: key for key in KEYS}
+    for variable, raw in environ.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in OTHER_VARIABLES:
+            continue
+        if variable not in by_variable:
+            known = [*by_variable, *OTHER_VARIABLES]
+            near = difflib.get_close_matches(variable, known, n=1, cutoff=0.75)
+            hint = f"did you mean {near[0]}?" if near else "known are " + ", ".join(known)
+            raise ConfigError(f"the environment's {variable} is not a setting; {hint}")
+        yield _Given(by_variable[variable], raw, f"environment {variable}")
+
+
+def _from_extra(extra: Mapping[str, object]) -> Iterator[_Given]:
+    """The connector's extra config also carries other people's names: those are left alone."""
+    for name, raw in extra.items():
+        source = f"extra config {name}"
+        if name in _BY_NAME:
+            raise ConfigError(f"{source} is not a setting; did you mean {EXTRA_PREFIX}{name}?")
+        if name.startswith(EXTRA_PREFIX) or name == EXTRA_PREFIX.rstrip("."):
+            key = _known(
+                name.removeprefix(EXTRA_PREFIX),
+                source=source,
+                written=lambda key: EXTRA_PREFIX + key.name,
+            )
+            yield _Given(key, raw, source)
+
+
+def _runtime_dir(environ: Mapping[str, str]) -> Path:
+    """Where the node's socket lives; made and checked by whoever uses it."""
+    if RUNTIME_DIR in environ:
+        path = Path(environ[RUNTIME_DIR])
+        if not path.is_absolute():
+            raise ConfigError(
+                f"{RUNTIME_DIR} is {environ[RUNTIME_DIR]!r}; give an absolute path, since engines"
+                " and node start in different directories"
+            )
+        return path
+    users = Path(environ.get("XDG_RUNTIME_DIR", ""))
+    if users.is_absolute() and users.is_dir():
+        return users / "kvtide"
+    temporary = Path(environ.get("TMPDIR", ""))
+    if not (temporary.is_absolute() and temporary.is_dir()):
+        temporary = Path("/tmp")
+    return temporary / f"kvtide-{os.getuid()}"

@@ -1,0 +1,24 @@
+"""The one tree of operating failures; a message says what happened, with which value, and what to do.
+
+Misses, drops and full queues are values, not exceptions; broken beliefs are assertions.
+"""
+
+
+class KVTideError(Exception):
+    """Any failure that kvtide reports; catching it catches all of them."""
+
+
+class ConfigError(KVTideError):
+    """A setting is unknown, unusable, or contradicts another one."""
+
+
+class WireError(KVTideError):
+    """A peer sent what the protocol does not allow; its connection ends, nothing else."""
+
+
+class HostMemoryError(KVTideError):
+    """The machine does not give the memory that was asked for."""
+
+
+class NodeUnreachable(KVTideError):
+    """No node answers at the socket of this user."""

@@ -1,0 +1,153 @@
+"""The regions that one worker has mapped: coming, in use, going.
+
+    offered ─► mapping (populated on a thread of its own) ─► open ─► leaving ─► unmapped
+                                                              ▲  users > 0: not unmapped yet
+
+A region is unmapped only when no copy is in it; whoever copies holds a use. So the node may ask
+for a region back at any time, and nobody waits for anybody.
+
+Ownership: all state under `_lock`; populating and unmapping happen on the `kvtide-map` thread,
+with the lock free.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from kvtide.errors import KVTideError
+from kvtide.memory.region import MappedRegion
+
+
+class _Slot:
+    """One region's state."""
+
+    def __init__(self, region: MappedRegion) -> None:
+        self.region = region
+        self.users = 0
+        self.is_open = False
+        self.is_leaving = False
+        self.stop = threading.Event()
+
+
+class MappedRegions:
+    """All regions of one worker."""
+
+    def __init__(
+        self,
+        on_open: Callable[[int], None],
+        on_failed: Callable[[int, str], None],
+        on_left: Callable[[int], None],
+    ) -> None:
+        """The callbacks come on the mapping thread; they say so to the node."""
+        self._on_open = on_open
+        self._on_failed = on_failed
+        self._on_left = on_left
+        self._lock = threading.Condition()
+        self._slots: dict[int, _Slot] = {}
+        self._work: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvtide-map", daemon=True)
+        self._thread.start()
+
+    def offer(self, number: int, cell_count: int, cell_bytes: int, descriptors: list[int]) -> None:
+        """Map a region and populate it in the background; the descriptors stay the caller's."""
+        fd, generations_fd = descriptors
+        try:
+            region = MappedRegion(fd, cell_count * cell_bytes, generations_fd, cell_bytes)
+        except KVTideError as error:
+            self._on_failed(number, str(error))
+            return
+        with self._lock:
+            assert number not in self._slots, f"region {number} is offered twice"
+            self._slots[number] = _Slot(region)
+        self._work.put(number)
+
+    def leave(self, number: int) -> None:
+        """Unmap a region as soon as no copy is in it."""
+        with self._lock:
+            slot = self._slots.get(number)
+            if slot is not None:
+                slot.is_leaving = True
+                slot.is_open = False
+                slot.stop.set()
+        self._work.put(number)
+
+    def leave_all(self) -> None:
+        """Unmap everything: the node that owns it is gone."""
+        for number in self.numbers():
+            self.leave(number)
+
+    def numbers(self) -> list[int]:
+        """Regions mapped or being mapped."""
+        with self._lock:
+            return list(self._slots)
+
+    def wait_empty(self, timeout_s: float) -> bool:
+        """Wait until everything is unmapped."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._slots, timeout_s)
+
+    @contextmanager
+    def using(self, numbers: set[int]) -> Iterator[dict[int, MappedRegion]]:
+        """The open ones of these regions, which stay mapped inside the `with`."""
+        with self._lock:
+            held = {
+                number: slot
+                for number in numbers
+                if (slot := self._slots.get(number)) is not None and slot.is_open
+            }
+            for slot in held.values():
+                slot.users += 1
+        try:
+            yield {number: slot.region for number, slot in held.items()}
+        finally:
+            with self._lock:
+                for number, slot in held.items():
+                    slot.users -= 1
+                    if slot.is_leaving and not slot.users:
+                        self._work.put(number)
+
+    def close(self, timeout_s: float) -> None:
+        """Unmap everything and end the thread, in bounded time; a copy that runs keeps its map."""
+        self.leave_all()
+        self._work.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (number := self._work.get()) is not None:
+            with self._lock:
+                slot = self._slots.get(number)
+            if slot is None:
+                continue
+            if slot.is_leaving:
+                self._unmap(number, slot)
+            elif not slot.is_open:
+                self._populate(number, slot)
+
+    def _populate(self, number: int, slot: _Slot) -> None:
+        try:
+            is_done = slot.region.populate(slot.stop)
+        except KVTideError as error:
+            with self._lock:
+                slot.is_leaving = True
+            self._unmap(number, slot, failure=str(error))
+            return
+        with self._lock:
+            slot.is_open = is_done and not slot.is_leaving
+            is_open = slot.is_open
+        if is_open:
+            self._on_open(number)
+
+    def _unmap(self, number: int, slot: _Slot, failure: str = "") -> None:
+        with self._lock:
+            if slot.users or self._slots.get(number) is not slot:
+                return
+        with suppress(BufferError):  # a view that outlives its copy: the memory goes with it
+            slot.region.close()
+        with self._lock:
+            del self._slots[number]
+            self._lock.notify_all()
+        if failure:
+            self._on_failed(number, failure)
+        else:
+            self._on_left(number)

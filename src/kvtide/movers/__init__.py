@@ -1,0 +1,1 @@
+"""Copies in the worker: between the engine's paged KV memory and cells of mapped regions."""
