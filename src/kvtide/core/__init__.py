@@ -1,0 +1,1 @@
+"""Decides: keys, index, slots, grants, leases. Pure: no I/O, threads, clock, environment."""

@@ -1,0 +1,191 @@
+"""The host tier's memory: regions of each layout, how they grow, move and go back.
+
+    making ─RegionMade─► ready ─(told to leave)─► leaving ─(cells free, workers gone)─► freed
+
+A region has one memory file for each shard, all cut alike, so one (region, cell) names the same
+cell in every shard: an entry is lent in all shards or in none, by construction. A region is *open*
+to an instance when every worker of it has mapped it; nothing else is lent to that instance.
+
+Rejected: one region for one shard with free lists of its own. Every entry has all its shards
+here, so those lists could never differ, except by a fault.
+"""
+
+from collections.abc import Collection
+
+from kvtide.core.layout import KVLayout
+from kvtide.core.slots import RegionCells
+from kvtide.units import GiB, div_ceil
+
+REGIONS_PER_HOST = 32
+"""A region is this part of the host: small enough to move, large enough to be few."""
+REGION_SLOTS_MIN = 4
+REGION_BYTES_MAX = 1 * GiB
+LAYOUT_REGIONS_MIN = 4
+"""A layout of which the host cannot hold this many regions is off."""
+LEAVE_MS_MAX = 10_000
+"""A region that has been leaving for longer holds up no other: a worker or a load hangs."""
+
+
+class Region:
+    """One region: its cells, and which workers have it."""
+
+    def __init__(self, number: int, layout: KVLayout, slot_count: int) -> None:
+        self.number = number
+        self.layout = layout
+        self.cells = RegionCells(slot_count, layout.blocks_per_chunk)
+        self.bytes = slot_count * layout.chunk_bytes
+        """Bytes over all shards."""
+        self.is_ready = False
+        self.is_leaving = False
+        self.leaving_since_ms = 0
+        self.used_ms = 0
+        self.offered: set[int] = set()  # workers told to map it, not answered
+        self.mapped: set[int] = set()  # workers that have it mapped
+        self.refused: set[int] = set()  # workers that could not map it
+        self.leave_asked: set[int] = set()  # workers told to unmap it, not answered
+
+    @property
+    def holders(self) -> set[int]:
+        """Workers that have it mapped, or may be about to."""
+        return self.mapped | self.offered
+
+    @property
+    def is_empty(self) -> bool:
+        """No cell is lent and nobody holds a mapping."""
+        return self.cells.free_cells == self.cells.cell_count and not self.holders
+
+
+class Host:
+    """All regions of the node."""
+
+    def __init__(self, host_bytes: int, first_region: int) -> None:
+        """`first_region` starts the numbers, random for each node, so that none comes twice."""
+        self.size_bytes = host_bytes
+        self.limit_bytes = host_bytes
+        self.regions: dict[int, Region] = {}
+        self.allocated_bytes = 0
+        """Bytes of all regions, those being made included."""
+        self._of: dict[KVLayout, dict[int, Region]] = {}
+        self._next_region = first_region
+        self._refused_at_bytes: int | None = None
+
+    @property
+    def reachable_bytes(self) -> int:
+        """What all regions may add up to: the limit, or as much as the machine gave."""
+        if self._refused_at_bytes is None:
+            return self.limit_bytes
+        return min(self.limit_bytes, self._refused_at_bytes)
+
+    def of(self, layout: KVLayout) -> Collection[Region]:
+        """The regions of one layout, oldest first."""
+        return self._of.get(layout, {}).values()
+
+    def usable(self, layout: KVLayout) -> list[Region]:
+        """Regions of one layout that may be lent from."""
+        return [region for region in self.of(layout) if region.is_ready and not region.is_leaving]
+
+    def free_bytes(self, layout: KVLayout) -> int:
+        """Free cells of one layout in bytes, those of regions being made included."""
+        free_cells = sum(
+            region.cells.free_cells for region in self.of(layout) if not region.is_leaving
+        )
+        return free_cells * layout.block_bytes
+
+    def region_slots(self, layout: KVLayout) -> int:
+        """Slots of a new region of this layout."""
+        part = self.size_bytes // REGIONS_PER_HOST // layout.chunk_bytes
+        most = REGION_BYTES_MAX // layout.chunk_bytes
+        return max(REGION_SLOTS_MIN, min(part, most))
+
+    def region_bytes(self, layout: KVLayout) -> int:
+        """Bytes of a new region of this layout."""
+        return self.region_slots(layout) * layout.chunk_bytes
+
+    def needed_bytes(self, layout: KVLayout) -> int:
+        """The least host that can serve this layout."""
+        return LAYOUT_REGIONS_MIN * self.region_bytes(layout)
+
+    def is_growing(self, layout: KVLayout) -> bool:
+        """Whether a region of this layout is being made."""
+        return any(not region.is_ready for region in self.of(layout))
+
+    def wants_region(self, layout: KVLayout) -> bool:
+        """Whether the layout has less than half a region free, and none is being made."""
+        if self.is_growing(layout):
+            return False
+        return self.free_bytes(layout) < div_ceil(self.region_bytes(layout), 2)
+
+    def has_room(self, layout: KVLayout) -> bool:
+        """Whether one more region of this layout fits below the limit."""
+        return self.allocated_bytes + self.region_bytes(layout) <= self.reachable_bytes
+
+    def make(self, layout: KVLayout) -> Region:
+        """A new region, not ready yet."""
+        region = Region(self._next_region, layout, self.region_slots(layout))
+        self._next_region += 1
+        self.regions[region.number] = region
+        self._of.setdefault(layout, {})[region.number] = region
+        self.allocated_bytes += region.bytes
+        return region
+
+    def remove(self, region: Region) -> None:
+        """The region's memory goes back to the machine, or never came."""
+        assert region.is_empty, f"region {region.number} is in use"
+        del self.regions[region.number]
+        del self._of[region.layout][region.number]
+        if not self._of[region.layout]:
+            del self._of[region.layout]
+        self.allocated_bytes -= region.bytes
+
+    def not_made(self, region: Region) -> None:
+        """The machine refused the memory: stay at the present size."""
+        self.remove(region)
+        self._refused_at_bytes = self.allocated_bytes
+
+    def limit(self, host_bytes: int) -> None:
+        """Hold at most this much; a region refused before may be asked for again."""
+        self.limit_bytes = min(host_bytes, self.size_bytes)
+        self._refused_at_bytes = None
+
+    def surplus(self, wanted_by: KVLayout | None, now_ms: int) -> Region | None:
+        """The region to give up so that another layout may have one, or to come below the limit.
+
+        The region least recently used of those layouts that keep their fair share without it: so
+        room never moves to and fro. None where nobody has as much, or a region is on its way out
+        already. One that is stuck on its way holds up only regions that the same workers have.
+        """
+        leaving = [region for region in self.regions.values() if region.is_leaving]
+        if any(now_ms - region.leaving_since_ms < LEAVE_MS_MAX for region in leaving):
+            return None
+        stuck: set[int] = set().union(*(region.holders for region in leaving))
+        spare_bytes = {layout: self._spare_bytes(layout, wanted_by) for layout in self._of}
+        candidates = [
+            region
+            for region in self.regions.values()
+            if region.bytes <= spare_bytes[region.layout]
+            and region.is_ready
+            and not region.is_leaving
+            and not region.holders & stuck
+        ]
+        return min(candidates, key=lambda region: region.used_ms, default=None)
+
+    def _spare_bytes(self, layout: KVLayout, wanted_by: KVLayout | None) -> int:
+        """How much a layout can do without for another one's sake, or to come below the limit."""
+        held_bytes = sum(region.bytes for region in self.of(layout))
+        if wanted_by is None:
+            return held_bytes
+        fair_bytes = self.reachable_bytes // len(self._of.keys() | {wanted_by})
+        return held_bytes - fair_bytes if layout != wanted_by else 0
+
+    def check_integrity(self) -> None:
+        """Assert that every region agrees with itself, and the sums with the regions."""
+        for number, region in self.regions.items():
+            assert region.number == number, (region.number, number)
+            assert self._of[region.layout][number] is region, number
+            assert not region.mapped & region.offered, (number, region.mapped, region.offered)
+            assert region.is_ready or not region.holders, f"region {number} is not made yet"
+            region.cells.check_integrity()
+        assert sum(len(regions) for regions in self._of.values()) == len(self.regions)
+        allocated = sum(region.bytes for region in self.regions.values())
+        assert allocated == self.allocated_bytes, (allocated, self.allocated_bytes)
+        assert self.allocated_bytes <= self.size_bytes, (self.allocated_bytes, self.size_bytes)

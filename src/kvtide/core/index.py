@@ -1,0 +1,311 @@
+"""What is held: entries by key, linked to their parents, with the order of eviction.
+
+An entry is *storing* from its grant until every shard is copied, then *held*; only held entries
+match, and an entry is held only when its parent is, so whatever matches is whole up to the root.
+*Detached* entries can no longer be found; their cells come back when nobody uses them any more.
+
+Eviction takes leaves first, least recently used first: a heap with one item per entry that may
+be evicted, put right when it is popped (an item whose entry was used since goes back in).
+
+An entry matches only behind its own parent, so a lookup whose keys are no chain ends where they
+stop being one. Invariant: `children` counts every attached entry below, storing ones included.
+Links run both ways (parent ⇄ tree), so detaching cuts them: the collector is off in the node.
+"""
+
+import heapq
+import itertools
+from typing import TYPE_CHECKING
+
+from kvtide.core import radix
+from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
+from kvtide.core.layout import KVLayout
+
+if TYPE_CHECKING:
+    from kvtide.core.messages import Run
+
+IDLE_ROOTS_MAX = 1 << 16
+"""Roots kept without looking whether anybody needs them."""
+
+
+class Root:
+    """The start of chains: all entries below share fingerprint, epoch, salt and adapter."""
+
+    __slots__ = ("children", "epoch", "fingerprint", "key", "salt_digest", "storing", "tree")
+
+    is_held = True
+
+    def __init__(self, key: bytes, fingerprint: bytes, epoch: bytes, salt_digest: bytes) -> None:
+        self.key = key
+        self.fingerprint = fingerprint
+        self.epoch = epoch
+        self.salt_digest = salt_digest
+        self.children = 0
+        self.tree: radix.Tree = None
+        self.storing: list[Entry] | None = None
+
+    def is_same(self, other: "Root") -> bool:
+        """Whether two roots of one key stand for the same."""
+        mine = (self.fingerprint, self.epoch, self.salt_digest)
+        return mine == (other.fingerprint, other.epoch, other.salt_digest)
+
+
+class Entry:
+    """What the index knows of one chunk or tail on this machine."""
+
+    __slots__ = (
+        "children",
+        "digests",
+        "in_heap",
+        "is_attached",
+        "is_copied",
+        "is_held",
+        "key",
+        "layout",
+        "parent",
+        "pins",
+        "run",
+        "storing",
+        "tree",
+        "used_ms",
+    )
+
+    def __init__(
+        self, key: bytes, digests: bytes, parent: "Entry | Root", layout: KVLayout, used_ms: int
+    ) -> None:
+        self.key = key
+        self.digests = digests
+        self.parent: Entry | Root | None = parent
+        self.layout = layout
+        self.used_ms = used_ms
+        self.run: Run = (0, 0, 0, 0)
+        self.children = 0
+        self.pins = 0
+        self.tree: radix.Tree = None
+        self.storing: list[Entry] | None = None
+        self.is_attached = True
+        self.is_copied = False
+        self.is_held = False
+        self.in_heap = False
+
+    @property
+    def blocks(self) -> int:
+        """Blocks, and so cells, of this entry."""
+        return len(self.digests) // INNER_DIGEST_BYTES
+
+    @property
+    def region(self) -> int:
+        """The region of its cells."""
+        return self.run[0]
+
+    @property
+    def is_whole(self) -> bool:
+        """A whole chunk, not a tail: only these have children."""
+        return self.blocks == self.layout.blocks_per_chunk
+
+    @property
+    def is_evictable(self) -> bool:
+        """A held leaf that nobody uses."""
+        return self.is_held and self.is_attached and not self.children and not self.pins
+
+
+class Matched:
+    """A prefix match: whole chunks in order, then maybe an entry that matches in part."""
+
+    __slots__ = ("blocks", "entries", "may_go_on", "regions", "runs")
+
+    def __init__(self, entries: list[Entry], blocks: int, *, may_go_on: bool) -> None:
+        self.entries = entries
+        """The last is what a lease must protect: its ancestors are safe behind it."""
+        self.blocks = blocks
+        """Blocks of the last entry where it matches in part; 0 where it is a whole chunk."""
+        self.may_go_on = may_go_on
+        """Whether the chunk behind has children to be probed."""
+        self.runs: list[Run] = [entry.run for entry in entries]
+        if blocks:
+            region, first_cell, _, generation = self.runs[-1]
+            self.runs[-1] = (region, first_cell, blocks, generation)
+        self.regions = {run[0] for run in self.runs}
+
+    def within(self, regions: set[int]) -> "Matched":
+        """The part of the match before the first entry that lies elsewhere."""
+        if self.regions <= regions:
+            return self
+        end = next(i for i, run in enumerate(self.runs) if run[0] not in regions)
+        return Matched(self.entries[:end], 0, may_go_on=False)
+
+
+class Index:
+    """All entries of the node, of every layout."""
+
+    def __init__(self) -> None:
+        self.roots: dict[bytes, Root] = {}
+        self.roots_max = IDLE_ROOTS_MAX
+        """From so many roots on, those that nobody needs are looked for."""
+        self.entries: dict[bytes, Entry] = {}
+        self._heaps: dict[KVLayout, list[tuple[int, int, Entry]]] = {}
+        self._heap_dead: dict[KVLayout, int] = {}
+        self._sequence = itertools.count()
+
+    def find(self, key: bytes) -> "Entry | Root | None":
+        """A root or an attached entry by its key."""
+        return self.entries.get(key) or self.roots.get(key)
+
+    def match(self, root: Root, keys: bytes, digests: bytes, now_ms: int) -> Matched:
+        """The longest held prefix of a chain of chunk keys, then of the blocks behind them."""
+        entries = self.entries
+        matched: list[Entry] = []
+        deepest: Entry | Root = root
+        for start in range(0, len(keys), KEY_BYTES):
+            entry = entries.get(keys[start : start + KEY_BYTES])
+            if entry is None or not entry.is_held or entry.parent is not deepest:
+                return Matched(matched, 0, may_go_on=deepest.tree is not None)
+            entry.used_ms = now_ms
+            matched.append(entry)
+            deepest = entry
+        partial, blocks = radix.longest(deepest.tree, digests)
+        if partial is not None:
+            partial.used_ms = now_ms
+            matched.append(partial)
+        return Matched(matched, blocks, may_go_on=False)
+
+    def match_blocks(self, parent: "Entry | Root", digests: bytes, now_ms: int) -> Matched:
+        """The longest match of one chunk's short block digests among the children of `parent`."""
+        partial, blocks = radix.longest(parent.tree, digests)
+        if partial is None:
+            return Matched([], 0, may_go_on=False)
+        partial.used_ms = now_ms
+        return Matched([partial], blocks, may_go_on=False)
+
+    def attach_storing(self, entry: Entry) -> None:
+        """A grant is given: the entry exists, invisible."""
+        assert entry.key not in self.entries, "one key twice"
+        parent = entry.parent
+        assert parent is not None
+        self.entries[entry.key] = entry
+        parent.children += 1
+        if parent.storing is None:
+            parent.storing = []
+        parent.storing.append(entry)
+
+    def copied(self, entry: Entry) -> list[Entry]:
+        """Every shard of the entry is copied: show it, and what waited behind it, if it may be.
+
+        Returns the entries that have become superfluous, some of them twice: the caller takes
+        them away. One that has a twin (two keys for the same blocks: an engine's fault) is among
+        them and was not shown.
+        """
+        entry.is_copied = True
+        superseded: list[Entry] = []
+        waiting = [entry]
+        while waiting:
+            entry = waiting.pop()
+            parent = entry.parent
+            if parent is None or not parent.is_held or not entry.is_copied:
+                continue
+            if radix.twin(parent.tree, entry) is not None:
+                superseded.append(entry)
+                continue
+            superseded += self._show(entry, parent)
+            waiting.extend(entry.storing or ())
+        return superseded
+
+    def _show(self, entry: Entry, parent: "Entry | Root") -> list[Entry]:
+        assert parent.storing is not None
+        parent.storing.remove(entry)
+        parent.storing = parent.storing or None
+        entry.is_held = True
+        parent.tree = radix.insert(parent.tree, entry)
+        self.reconsider(entry)
+        shorter = radix.endings_above(parent.tree, entry)
+        return [entry] if radix.is_covered(parent.tree, entry) else shorter
+
+    def detach(self, entry: Entry) -> None:
+        """Take a childless entry out of the index; it can no longer be found."""
+        assert entry.is_attached, "detached twice"
+        assert not entry.children, entry.children
+        parent = entry.parent
+        assert parent is not None
+        del self.entries[entry.key]
+        if entry.is_held:
+            parent.tree = radix.remove(parent.tree, entry)
+        else:
+            assert parent.storing is not None
+            parent.storing.remove(entry)
+            parent.storing = parent.storing or None
+        parent.children -= 1
+        entry.is_attached = False
+        entry.parent = None
+        if entry.in_heap:
+            self._heap_dead[entry.layout] = self._heap_dead.get(entry.layout, 0) + 1
+            self._sweep(entry.layout)
+        if isinstance(parent, Entry):
+            self.reconsider(parent)
+
+    def below(self, entry: "Entry | Root") -> list[Entry]:
+        """All attached entries below this one, each before its ancestors."""
+        found: list[Entry] = []
+        waiting: list[Entry | Root] = [entry]
+        while waiting:
+            node = waiting.pop()
+            children = radix.entries(node.tree) + (node.storing or [])
+            found.extend(children)
+            waiting.extend(children)
+        found.reverse()
+        return found
+
+    def forget_idle_roots(self, in_use: set[bytes]) -> None:
+        """Roots without entries that no engine has registered are dropped."""
+        for key in [key for key, root in self.roots.items() if not root.children]:
+            if key not in in_use:
+                del self.roots[key]
+        self.roots_max = max(IDLE_ROOTS_MAX, 2 * len(self.roots))
+
+    # ---- order of eviction
+
+    def reconsider(self, entry: Entry) -> None:
+        """The entry may have become evictable: a lease ended, a child went, it became visible."""
+        if entry.is_evictable and not entry.in_heap:
+            entry.in_heap = True
+            heap = self._heaps.setdefault(entry.layout, [])
+            heapq.heappush(heap, (entry.used_ms, next(self._sequence), entry))
+
+    def next_to_evict(self, layout: KVLayout) -> Entry | None:
+        """Pop the evictable entry of this layout that was used longest ago."""
+        heap = self._heaps.get(layout, [])
+        while heap:
+            used_ms, _, entry = heapq.heappop(heap)
+            entry.in_heap = False
+            if not entry.is_attached:
+                self._heap_dead[layout] -= 1
+            elif entry.is_evictable:
+                if entry.used_ms == used_ms:
+                    return entry
+                self.reconsider(entry)
+        return None
+
+    def _sweep(self, layout: KVLayout) -> None:
+        """Rebuild a heap that is mostly items of entries already gone."""
+        heap = self._heaps[layout]
+        if self._heap_dead.get(layout, 0) * 2 > max(64, len(heap)):
+            heap[:] = [item for item in heap if item[2].is_attached]
+            heapq.heapify(heap)
+            self._heap_dead[layout] = 0
+
+    def check_integrity(self) -> None:
+        """Assert what the module's header says, over everything. Slow: for tests and doctor."""
+        children: dict[bytes, int] = {}
+        for key, entry in self.entries.items():
+            parent = entry.parent
+            assert entry.key == key, "an entry under another key"
+            assert entry.is_attached, "a detached entry can be found"
+            assert parent is not None, "an entry without a parent"
+            assert self.find(parent.key) is parent, "a parent that cannot be found"
+            assert parent.is_held or not entry.is_held, "held behind something that is not"
+            assert entry.in_heap or not entry.is_evictable, "evictable, but not in the heap"
+            children[parent.key] = children.get(parent.key, 0) + 1
+        holders: list[Entry | Root] = [*self.entries.values(), *self.roots.values()]
+        for holder in holders:
+            assert holder.children == children.get(holder.key, 0), (holder.children, holder.key)
+            below = radix.entries(holder.tree)
+            assert all(entry.is_held and entry.parent is holder for entry in below), holder.key
+            assert len(below) + len(holder.storing or ()) == holder.children, holder.key

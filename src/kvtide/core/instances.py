@@ -1,0 +1,126 @@
+"""The engines that are connected: an instance is one scheduler and its workers.
+
+    scheduler hello ─┐
+    every worker's hello ─┴─► `Workers` (facts) ─► `Identity` ─► serving, or off with a reason
+
+Connections come and go; processes end once. What a process holds (mappings, grants) ends only
+with its proven death or its own word, so it hangs on `Worker`, never on a connection.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from kvtide.core.messages import Identity, SchedulerHello, WorkerHello
+
+if TYPE_CHECKING:
+    from kvtide.core.layout import KVLayout
+    from kvtide.core.reasons import Off
+
+ROOTS_MAX = 1 << 16
+"""Root keys that an engine may have registered; the one registered longest ago is forgotten."""
+
+
+class Worker:
+    """One worker process of an instance."""
+
+    def __init__(self, number: int, hello: WorkerHello) -> None:
+        self.number = number
+        """Unique for the process: the number of its first connection."""
+        self.connection: int | None = number
+        self.engine_id = hello.engine_id
+        self.incarnation = hello.incarnation
+        self.pid = hello.pid
+        self.rank = hello.rank
+        self.shard = hello.shard
+        self.shard_count = hello.shard_count
+        self.is_writer = hello.is_writer
+        self.cell_bytes = hello.cell_bytes
+        self.facts: dict[str, Any] = hello.facts
+        self.old_regions: set[int] = set()
+        """Regions of a node that is gone, which it still has mapped."""
+
+    def is_same(self, hello: WorkerHello) -> bool:
+        """Whether a hello of this process says of it what the first one said."""
+        mine = (self.shard, self.shard_count, self.is_writer, self.cell_bytes)
+        return mine == (hello.shard, hello.shard_count, hello.is_writer, hello.cell_bytes)
+
+
+class Instance:
+    """One engine: its processes, what it is, and what it asked for."""
+
+    def __init__(self, engine_id: str, now_ms: int) -> None:
+        self.engine_id = engine_id
+        self.since_ms = now_ms
+        self.connection: int | None = None
+        self.hello: SchedulerHello | None = None
+        self.is_scheduler_alive = False
+        self.workers: dict[int, Worker] = {}
+        self.missing_since_ms: int | None = None
+        self.facts_sent = False
+        self.identity: Identity | None = None
+        self.is_identified = False
+        """Whether `identity` is about the workers that are here now."""
+        self.layout: KVLayout | None = None
+        self.off: Off | None = None
+        self.roots: dict[bytes, None] = {}
+        self.open_regions: set[int] = set()
+        self.counts: dict[str, int] = {}
+
+    @property
+    def is_serving(self) -> bool:
+        """Identified, not off, every process connected, nothing of an older node in use."""
+        return (
+            self.layout is not None
+            and self.off is None
+            and self.is_identified
+            and not self.missing_ranks()
+            and not any(worker.old_regions for worker in self.workers.values())
+        )
+
+    @property
+    def is_gone(self) -> bool:
+        """No process of it lives."""
+        return not self.is_scheduler_alive and not self.workers
+
+    def missing_ranks(self) -> list[int]:
+        """Ranks without a connected worker; none where the scheduler has not said how many."""
+        if self.hello is None:
+            return []
+        return [
+            rank
+            for rank in range(self.hello.worker_count)
+            if rank not in self.workers or self.workers[rank].connection is None
+        ]
+
+    def writers(self) -> list[Worker]:
+        """For each shard the worker that stores it."""
+        return sorted(
+            (worker for worker in self.workers.values() if worker.is_writer),
+            key=lambda worker: worker.shard,
+        )
+
+    def shard_cell_bytes(self) -> list[int]:
+        """For each shard the bytes of its cells, as its writer says."""
+        return [worker.cell_bytes for worker in self.writers()]
+
+    def shard_fault(self, cell_bytes: list[int]) -> str:
+        """Why the workers are not those of an identity with these shards; empty where they are."""
+        assert self.hello is not None, self.engine_id
+        if len(self.workers) != self.hello.worker_count:
+            return f"{len(self.workers)} of {self.hello.worker_count} workers have come"
+        written = [worker.shard for worker in self.writers()]
+        if written != list(range(len(cell_bytes))):
+            return f"workers store the shards {written[:8]} of {len(cell_bytes)}"
+        for rank, worker in self.workers.items():
+            if worker.shard_count != len(cell_bytes):
+                return f"rank {rank} knows of {worker.shard_count} shards, not {len(cell_bytes)}"
+            if worker.cell_bytes != cell_bytes[worker.shard]:
+                wanted = cell_bytes[worker.shard]
+                return f"rank {rank} has cells of {worker.cell_bytes} bytes, not {wanted}"
+        return ""
+
+    def register_root(self, key: bytes) -> None:
+        """The engine may name this root from now on."""
+        self.roots.pop(key, None)
+        self.roots[key] = None
+        if len(self.roots) > ROOTS_MAX:
+            del self.roots[next(iter(self.roots))]

@@ -1,0 +1,104 @@
+"""Leases and load references: what keeps a match from being evicted before it is copied.
+
+Both hang on the deepest entry of a match; eviction takes leaves first, so its ancestors are safe
+behind it. They only keep a load from failing, never from being wrong: generations do that. So a
+lease may simply run out, and everything of an instance ends with its scheduler's connection.
+"""
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from kvtide.core.index import Entry
+from kvtide.core.lending import Lending
+
+LEASE_MS = 2_000
+PINNED_RATIO_MAX = 0.75
+"""B_pin: above this share of the host, answers carry no lease."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """One protected match; without a deadline once its load has begun."""
+
+    entry: Entry
+    regions: Set[int]
+    engine_id: str
+    chain_bytes: int
+    ends_ms: int | None
+
+
+class Leases:
+    """All leases of the node."""
+
+    def __init__(self, lending: Lending) -> None:
+        self._lending = lending
+        self._leases: dict[int, Lease] = {}
+        self._next_number = 1
+        self.pinned_bytes = 0
+        """Upper bound: what two leases share counts twice."""
+
+    def counts(self, engine_id: str | None = None) -> tuple[int, int]:
+        """How many leases and how many load references there are."""
+        mine = [
+            lease
+            for lease in self._leases.values()
+            if engine_id is None or lease.engine_id == engine_id
+        ]
+        loads = sum(1 for lease in mine if lease.ends_ms is None)
+        return len(mine) - loads, loads
+
+    def take(self, lease: Lease, host_bytes: int) -> int:
+        """Protect a match; the lease's number, or 0 where too much is pinned already."""
+        if self.pinned_bytes + lease.chain_bytes > host_bytes * PINNED_RATIO_MAX:
+            return 0
+        number = self._next_number
+        self._next_number += 1
+        self._leases[number] = lease
+        self.pinned_bytes += lease.chain_bytes
+        self._lending.pin(lease.entry)
+        return number
+
+    def begin_load(self, number: int, engine_id: str) -> None:
+        """The lease becomes a reference, which has no deadline."""
+        lease = self._leases.get(number)
+        if lease is not None and lease.engine_id == engine_id:
+            lease.ends_ms = None
+
+    def end(self, number: int, engine_id: str) -> None:
+        """Release a lease or end a load; a number that is gone already changes nothing."""
+        lease = self._leases.get(number)
+        if lease is not None and lease.engine_id == engine_id:
+            self._drop(number)
+
+    def end_all(self, engine_id: str) -> None:
+        """The scheduler's connection has ended."""
+        for number in [n for n, lease in self._leases.items() if lease.engine_id == engine_id]:
+            self._drop(number)
+
+    def expire(self, now_ms: int) -> None:
+        """Drop leases past their deadline."""
+        for number in [
+            number
+            for number, lease in self._leases.items()
+            if lease.ends_ms is not None and lease.ends_ms <= now_ms
+        ]:
+            self._drop(number)
+
+    def holds_region(self, region: int) -> bool:
+        """Whether a protected match has cells there."""
+        return any(region in lease.regions for lease in self._leases.values())
+
+    def _drop(self, number: int) -> None:
+        lease = self._leases.pop(number)
+        self.pinned_bytes -= lease.chain_bytes
+        self._lending.unpin(lease.entry)
+
+    def check_integrity(self) -> None:
+        """Assert that pins and leases agree."""
+        pins: dict[Entry, int] = {}
+        for lease in self._leases.values():
+            pins[lease.entry] = pins.get(lease.entry, 0) + 1
+        for entry, count in pins.items():
+            assert entry.pins == count, (entry.pins, count)
+        assert self._lending.pinned_entries() == pins.keys(), "pinned, but not by a lease"
+        assert self.pinned_bytes == sum(lease.chain_bytes for lease in self._leases.values())

@@ -1,0 +1,319 @@
+"""Grants: permission to write named cells, answered once by every writing worker.
+
+    offered ─► granted ─► (planned by the engine) ─► answered by each writer ─► copied ─► held
+                  └ returned, never planned              └ failed: the entry and all behind it
+
+A cell comes back when nobody can write it any more: every writer has answered, or is proven dead,
+or the grant was returned before it was planned. Cells that wait for a silent writer are in
+quarantine; they count against the queue, so a hung worker bounds what it can take.
+
+Invariant: a lent cell belongs to exactly one attached entry, or one *loose* entry (detached, but
+still written or read).
+"""
+
+from collections.abc import Callable
+
+from kvtide.core import radix
+from kvtide.core.effects import Effect, SetGenerations
+from kvtide.core.host import Host, Region
+from kvtide.core.index import Entry, Index, Root
+from kvtide.core.instances import Instance, Worker
+from kvtide.core.messages import StoreAnswer, StoreOffer
+from kvtide.core.reasons import DropReason
+
+HELD = "held"
+"""Outcome of an offered chunk that the node has already: neither stored nor dropped."""
+
+QUEUE_RATIO = 0.10
+QUEUE_RATIO_MAX = 0.25
+EVICTIONS_MAX = 64
+"""Entries evicted for one run at most, so that an offer ends in bounded time."""
+
+
+class Grant:
+    """One lent run and the workers that have not answered for it."""
+
+    def __init__(self, number: int, entry: Entry, engine_id: str, waiting: set[Worker]) -> None:
+        self.number = number
+        self.entry = entry
+        self.engine_id = engine_id
+        self.waiting = waiting
+        self.has_failed = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes lent, over all shards."""
+        return self.entry.blocks * self.entry.layout.block_bytes
+
+
+class Lending:
+    """Lends cells, takes them back, evicts for room."""
+
+    def __init__(self, index: Index, host: Host, emit: Callable[[Effect], None]) -> None:
+        self._index = index
+        self._host = host
+        self._emit = emit
+        self.grants: dict[int, Grant] = {}
+        self._grant_of: dict[Entry, Grant] = {}
+        self.loose: set[Entry] = set()
+        self.granted_bytes = 0
+        self.evicted: dict[str, int] = {"room": 0, "superseded": 0, "moved": 0, "cleared": 0}
+        self.stored_blocks = 0
+        self._next_number = 1
+        self._next_generation = 1
+
+    # ---- lending
+
+    def offer(self, instance: Instance, offer: StoreOffer, now_ms: int) -> StoreAnswer:
+        """Grant what is wanted and may be had; the rest is dropped, each with its reason."""
+        layout = instance.layout
+        assert layout is not None, instance.engine_id
+        writers = instance.writers()
+        connections = [worker.connection or 0 for worker in writers]
+        answer = StoreAnswer(offer.number, [], [], [], connections)
+        regions = [
+            region
+            for region in self._host.usable(layout)
+            if region.number in instance.open_regions
+        ]
+        parent = self._anchor(instance, offer.parent, now_ms)
+        drop = DropReason.NOT_ANCHORED
+        for key, digests in zip(offer.keys, offer.digests, strict=True):
+            if parent is None:
+                answer.outcomes.append(drop)
+                continue
+            entry = Entry(key, digests, parent, layout, now_ms)
+            known = self._known(entry, parent)
+            if known is not None:
+                known.used_ms = now_ms
+                answer.outcomes.append(HELD if known.is_held else DropReason.IN_FLIGHT)
+                parent = known
+                continue
+            refused = self._lend(entry, parent, instance, regions)
+            answer.outcomes.append(refused or "")
+            if refused is not None:
+                parent, drop = None, refused
+                continue
+            answer.grants.append(self._grant(entry, instance, set(writers)).number)
+            answer.runs.append(entry.run)
+            parent = entry
+        return answer
+
+    def _anchor(self, instance: Instance, key: bytes, now_ms: int) -> Entry | Root | None:
+        """What new entries of this engine may be stored behind."""
+        if key in instance.roots:
+            return self._index.roots[key]
+        parent = self._index.entries.get(key)
+        if parent is None or not parent.is_whole or parent.layout != instance.layout:
+            return None
+        parent.used_ms = now_ms
+        return parent
+
+    def _known(self, entry: Entry, parent: Entry | Root) -> Entry | None:
+        """The entry that makes storing this one superfluous."""
+        known = self._index.entries.get(entry.key)
+        if known is None and not entry.is_whole:
+            known, _ = radix.longest(parent.tree, entry.digests)
+        if known is None or known.parent is not parent:
+            return None
+        return known if known.digests.startswith(entry.digests) else None
+
+    def _lend(
+        self, entry: Entry, parent: Entry | Root, instance: Instance, regions: list[Region]
+    ) -> DropReason | None:
+        """Find cells for the entry; a reason where there are none."""
+        if self._index.find(entry.key) is not None:
+            return DropReason.NOT_ANCHORED  # one key for two places: the engine errs
+        size_bytes = entry.blocks * entry.layout.block_bytes
+        if self.granted_bytes + size_bytes > self.queue_bytes_max(instance):
+            return DropReason.QUEUE_FULL
+        if not regions:
+            return DropReason.NOT_MAPPED
+        if isinstance(parent, Entry):
+            self.pin(parent)  # it may be a leaf itself
+        is_found = self._take_cells(entry, instance, regions)
+        if isinstance(parent, Entry):
+            self.unpin(parent)
+        return None if is_found else DropReason.NO_MEMORY
+
+    def _take_cells(self, entry: Entry, instance: Instance, regions: list[Region]) -> bool:
+        """Take free cells, or those of entries evicted for it; whether there were enough."""
+        is_growing = self._host.is_growing(entry.layout)
+        for _ in range(EVICTIONS_MAX + 1):
+            for region in regions:
+                first_cell = region.cells.take(entry.blocks)
+                if first_cell is not None:
+                    region.used_ms = entry.used_ms
+                    entry.run = (region.number, first_cell, entry.blocks, self._next_generation)
+                    self._next_generation += 1
+                    return True
+            # Fresh memory is on its way: then nothing need be evicted for room.
+            if is_growing or not self._evict_for(entry, instance):
+                return False
+        return False
+
+    def _evict_for(self, entry: Entry, instance: Instance) -> bool:
+        """Evict the oldest leaf whose cells this instance can use; whether there was one."""
+        passed_over = []
+        victim = None
+        for _ in range(EVICTIONS_MAX):
+            candidate = self._index.next_to_evict(entry.layout)
+            if candidate is None or candidate.region in instance.open_regions:
+                victim = candidate
+                break
+            passed_over.append(candidate)
+        for other in passed_over:
+            self._index.reconsider(other)
+        if victim is None:
+            return False
+        self.evict(victim, "room")
+        return True
+
+    def _grant(self, entry: Entry, instance: Instance, waiting: set[Worker]) -> Grant:
+        grant = Grant(self._next_number, entry, instance.engine_id, waiting)
+        self._next_number += 1
+        self.grants[grant.number] = grant
+        self._grant_of[entry] = grant
+        self.granted_bytes += grant.bytes
+        self._index.attach_storing(entry)
+        self._emit(SetGenerations(*entry.run))
+        return grant
+
+    def queue_bytes_max(self, instance: Instance) -> int:
+        """B_queue of the contract: bytes granted and not yet answered, quarantine included."""
+        host_bytes = self._host.limit_bytes
+        identity, layout = instance.identity, instance.layout
+        assert identity is not None, instance.engine_id
+        assert layout is not None, instance.engine_id
+        step_bytes = identity.step_tokens // layout.block_tokens * layout.block_bytes
+        wanted = max(int(host_bytes * QUEUE_RATIO), step_bytes)
+        return max(min(wanted, int(host_bytes * QUEUE_RATIO_MAX)), layout.chunk_bytes)
+
+    # ---- answers
+
+    def answered(self, number: int, worker: Worker, is_ok: bool) -> None:
+        """A writer will never write under this grant again."""
+        grant = self.grants.get(number)
+        if grant is None or worker not in grant.waiting:
+            return
+        grant.waiting.discard(worker)
+        if not is_ok:
+            self._fail(grant)
+        self._settle(grant)
+
+    def returned(self, number: int, engine_id: str) -> None:
+        """The scheduler never planned this grant."""
+        grant = self.grants.get(number)
+        if grant is None or grant.engine_id != engine_id:
+            return
+        grant.waiting.clear()
+        self._fail(grant)
+        self._settle(grant)
+
+    def worker_holds(self, worker: Worker, held: set[int]) -> None:
+        """The worker is back and names what it may still write; it is through with the rest."""
+        for number in [n for n, grant in self.grants.items() if worker in grant.waiting]:
+            if number not in held:
+                self.answered(number, worker, is_ok=False)
+
+    def lost_with_connection(self, engine_id: str, last_grant: int) -> None:
+        """Grants above the last one that the scheduler received can never be planned."""
+        lost = [
+            number
+            for number, grant in self.grants.items()
+            if number > last_grant and grant.engine_id == engine_id
+        ]
+        for number in lost:
+            self.returned(number, engine_id)
+
+    def _fail(self, grant: Grant) -> None:
+        """The entry will never be held, nor what is stored behind it."""
+        if grant.has_failed:
+            return
+        for entry in [*self._index.below(grant.entry), grant.entry]:
+            self._detach(entry)
+
+    def _settle(self, grant: Grant) -> None:
+        if grant.waiting or grant.number not in self.grants:
+            return
+        del self.grants[grant.number]
+        del self._grant_of[grant.entry]
+        self.granted_bytes -= grant.bytes
+        if grant.entry.is_attached:
+            self.stored_blocks += grant.entry.blocks
+            for other in self._index.copied(grant.entry):
+                if other.is_attached and not other.pins:
+                    self.evict_below(other, "superseded")
+                    self.evict(other, "superseded")
+        self._free_if_unused(grant.entry)
+
+    # ---- taking away
+
+    def evict(self, entry: Entry, cause: str) -> None:
+        """Take a childless entry away; its cells come back now, or when the last user ends."""
+        self.evicted[cause] += 1
+        self._detach(entry)
+
+    def evict_below(self, holder: Entry | Root, cause: str) -> None:
+        """Take everything below away, leaves first."""
+        for entry in self._index.below(holder):
+            self.evict(entry, cause)
+
+    def _detach(self, entry: Entry) -> None:
+        self._index.detach(entry)
+        self.loose.add(entry)
+        if (grant := self._grant_of.get(entry)) is not None:
+            grant.has_failed = True
+        self._free_if_unused(entry)
+
+    def pin(self, entry: Entry) -> None:
+        """The entry is not evicted until `unpin`."""
+        entry.pins += 1
+
+    def unpin(self, entry: Entry) -> None:
+        """One user less."""
+        assert entry.pins > 0, "unpinned more often than pinned"
+        entry.pins -= 1
+        if entry.pins:
+            return
+        if not entry.is_attached:
+            self._free_if_unused(entry)
+        elif entry.is_held and not entry.is_whole and self._is_superseded(entry):
+            self.evict(entry, "superseded")
+        else:
+            self._index.reconsider(entry)
+
+    def _is_superseded(self, entry: Entry) -> bool:
+        assert entry.parent is not None
+        return radix.is_covered(entry.parent.tree, entry)
+
+    def _free_if_unused(self, entry: Entry) -> None:
+        if entry not in self.loose or entry.pins or entry in self._grant_of:
+            return
+        self.loose.discard(entry)
+        region, first_cell, count, _ = entry.run
+        self._host.regions[region].cells.give_back(first_cell, count)
+
+    def pinned_entries(self) -> set[Entry]:
+        """Entries that somebody uses, of all that have cells."""
+        return {entry for entry in [*self._index.entries.values(), *self.loose] if entry.pins}
+
+    def check_integrity(self) -> None:
+        """Assert that each lent cell has exactly one entry, and that the sums agree."""
+        lent: dict[int, int] = {}
+        cells: set[tuple[int, int]] = set()
+        for entry in [*self._index.entries.values(), *self.loose]:
+            number, first_cell, count, _ = entry.run
+            assert count == entry.blocks, (count, entry.blocks)
+            lent[number] = lent.get(number, 0) + count
+            cells.update((number, cell) for cell in range(first_cell, first_cell + count))
+        assert len(cells) == sum(lent.values()), "a cell is lent twice"
+        for number, region in self._host.regions.items():
+            used = region.cells.cell_count - region.cells.free_cells
+            assert used == lent.pop(number, 0), (number, used)
+        assert not lent, f"entries in regions that do not exist: {lent}"
+        assert self.granted_bytes == sum(grant.bytes for grant in self.grants.values())
+        assert len(self._grant_of) == len(self.grants), (len(self._grant_of), len(self.grants))
+        for grant in self.grants.values():
+            assert grant.waiting, f"grant {grant.number} waits for nobody"
+            assert grant.has_failed != (grant.entry.is_attached), grant.number

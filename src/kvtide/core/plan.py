@@ -1,0 +1,218 @@
+"""What a connector plans for one request: which blocks to load, what to offer, what to copy.
+
+Engine-neutral and pure: positions, keys and runs in, messages and copies out. The connector of
+each engine tells it what is known and computed; `kvtide.testing` drives it with a toy engine.
+
+    tokens   |--------- whole chunks ----------|-- tail --|- rest -|
+    offered  0 ....... next_chunk                                       asked for, one question
+    granted            [chunk, chunk, …]                                at a time
+    copied   when storable (known and computed by the end of this step) reaches a grant's end
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtide.core.chain import Chain, short
+from kvtide.core.lending import HELD
+from kvtide.core.messages import Run, StoreAnswer, StoreOffer
+from kvtide.core.reasons import DropReason
+
+OFFER_CHUNKS_MAX = 128
+"""Chunks in one offer; more follow with the next."""
+ANCHOR_RETRIES_MAX = 2
+"""How often a request starts again from its root because the chunk before was evicted."""
+RETRY_MS = 100
+"""After a drop that may pass (no memory yet), the chunk is offered again so much later."""
+PLANNED = "planned"
+PASSING = (DropReason.NO_MEMORY, DropReason.QUEUE_FULL, DropReason.NOT_MAPPED)
+
+
+def usable_blocks(matched_blocks: int, token_count: int, block_tokens: int) -> int:
+    """How many matched blocks a request may take: one token at least is left to compute."""
+    return max(0, min(matched_blocks, (token_count - 1) // block_tokens))
+
+
+def cut_runs(
+    runs: Sequence[Run], blocks_per_chunk: int, first_block: int, end_block: int
+) -> list[Run]:
+    """The parts of a match's runs that hold blocks [first_block, end_block) of the request."""
+    cut: list[Run] = []
+    for position, (region, first_cell, count, generation) in enumerate(runs):
+        start = position * blocks_per_chunk
+        low, high = max(first_block, start), min(end_block, start + count)
+        if low < high:
+            cut.append((region, first_cell + low - start, high - low, generation))
+    assert sum(run[2] for run in cut) == max(0, end_block - first_block), (cut, first_block)
+    return cut
+
+
+@dataclass(slots=True)
+class Granted:
+    """One chunk or tail that may be copied: blocks [first_block, first_block + run's count)."""
+
+    grant: int
+    connections: list[int]
+    run: Run
+    first_block: int
+
+    @property
+    def end_block(self) -> int:
+        """The first block behind it."""
+        return self.first_block + self.run[2]
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """An offer that is not answered yet: (chunk, blocks) of each part."""
+
+    number: int
+    parts: list[tuple[int, int]]
+
+
+class StorePlan:
+    """The stores of one request."""
+
+    def __init__(self, chain: Chain, next_chunk: int = 0) -> None:
+        """`next_chunk`: the first chunk that the node is not known to hold."""
+        self.chain = chain
+        self.next_chunk = next_chunk
+        self.granted: deque[Granted] = deque()
+        self._question: _Question | None = None
+        self._tail_end_block = 0  # end of the longest tail offered
+        self._anchor_retries = 0
+        self._retry_at_ms = 0
+        self._passing: DropReason | None = None
+        self._accounted_blocks = 0
+        self._outcomes: dict[str, int] = {}
+        self._account(next_chunk * chain.blocks_per_chunk, HELD)
+
+    @property
+    def tail_end_block(self) -> int:
+        """The end of what was offered last."""
+        return self._tail_end_block
+
+    @property
+    def is_asking(self) -> bool:
+        """An offer is on its way."""
+        return self._question is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Something is asked for, or granted and not planned."""
+        return bool(self.granted) or self.is_asking
+
+    # ---- offering
+
+    def offer(
+        self, number: int, horizon_tokens: int, *, with_tail: bool, now_ms: int
+    ) -> StoreOffer | None:
+        """What should be asked for now, if anything.
+
+        Args:
+            number: the question's number, used if there is a question.
+            horizon_tokens: known tokens that are, or soon will be, computed.
+            with_tail: the blocks behind the last whole chunk too.
+            now_ms: for the retry of what was dropped for want of memory.
+        """
+        if self._question is not None or now_ms < self._retry_at_ms:
+            return None
+        chain = self.chain
+        whole_end = min(horizon_tokens, chain.token_count) // chain.chunk_tokens
+        chunks = range(self.next_chunk, min(whole_end, self.next_chunk + OFFER_CHUNKS_MAX))
+        parts = [(chunk, chain.blocks_per_chunk) for chunk in chunks]
+        if with_tail and (chunks.stop == whole_end or not chunks):
+            tail = min(horizon_tokens, chain.token_count) // chain.block_tokens
+            blocks = tail - whole_end * chain.blocks_per_chunk
+            if blocks > 0 and tail > self._tail_end_block and whole_end >= self.next_chunk:
+                parts.append((whole_end, blocks))
+        if not parts:
+            return None
+        keys, digests = [], []
+        for chunk, blocks in parts:
+            full = chain.digests(chunk, blocks)
+            keys.append(full[-1])
+            digests.append(short(full))
+        self._question = _Question(number, parts)
+        return StoreOffer(number, chain.root, chain.parent(parts[0][0]), keys, digests)
+
+    def answered(self, answer: StoreAnswer, now_ms: int) -> None:
+        """Take the node's answer in; an answer to another question changes nothing."""
+        question = self._question
+        if question is None or question.number != answer.number:
+            return
+        self._question = None
+        grants = iter(zip(answer.grants, answer.runs, strict=True))
+        for (chunk, blocks), outcome in zip(question.parts, answer.outcomes, strict=True):
+            if outcome == DropReason.NOT_ANCHORED and self._anchor_retries < ANCHOR_RETRIES_MAX:
+                self._anchor_retries += 1
+                self.next_chunk = 0
+                return
+            if outcome in PASSING:
+                self._passing = DropReason(outcome)
+                self._retry_at_ms = now_ms + RETRY_MS
+                return
+            first_block = chunk * self.chain.blocks_per_chunk
+            if not outcome:
+                grant, run = next(grants)
+                self.granted.append(Granted(grant, answer.connections, run, first_block))
+            else:
+                self._account(first_block + blocks, outcome)
+            self._advance(chunk, blocks)
+
+    def _advance(self, chunk: int, blocks: int) -> None:
+        if blocks == self.chain.blocks_per_chunk:
+            self.next_chunk = chunk + 1
+        self._tail_end_block = chunk * self.chain.blocks_per_chunk + blocks
+
+    # ---- copying
+
+    def take_storable(self, storable_tokens: int) -> list[Granted]:
+        """The grants whose blocks are whole and computed by the end of this step."""
+        due: list[Granted] = []
+        end_block = storable_tokens // self.chain.block_tokens
+        while self.granted and self.granted[0].end_block <= end_block:
+            granted = self.granted.popleft()
+            self._account(granted.end_block, PLANNED)
+            due.append(granted)
+        return due
+
+    def take_back(self) -> list[int]:
+        """The request waits, without blocks: the grants to return; it asks again when it runs."""
+        grants = [granted.grant for granted in self.granted]
+        if grants:
+            first_block = self.granted[0].first_block
+            self.next_chunk = min(self.next_chunk, first_block // self.chain.blocks_per_chunk)
+            self._tail_end_block = min(self._tail_end_block, first_block)
+            self.granted.clear()
+        return grants
+
+    def give_up(self, reason: DropReason, end_block: int) -> list[int]:
+        """Nothing more will be copied; the grants to return. Counts what is left up to a block."""
+        grants = [granted.grant for granted in self.granted]
+        self.granted.clear()
+        self._question = None
+        self._account(end_block, self._passing or reason)
+        return grants
+
+    def forget(self) -> None:
+        """The node that granted is gone: so are its grants, and what it held."""
+        self.granted.clear()
+        self._question = None
+        self.next_chunk = 0
+        self._tail_end_block = 0
+        self._retry_at_ms = 0
+
+    # ---- accounts
+
+    def _account(self, end_block: int, outcome: str) -> None:
+        """Each block of a request counts once, with its first outcome."""
+        fresh = end_block - self._accounted_blocks
+        if fresh > 0:
+            self._accounted_blocks = end_block
+            self._outcomes[outcome] = self._outcomes.get(outcome, 0) + fresh
+
+    def take_outcomes(self) -> dict[str, int]:
+        """Blocks by outcome since the last call: planned, held, or a drop reason."""
+        outcomes, self._outcomes = self._outcomes, {}
+        return outcomes

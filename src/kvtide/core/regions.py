@@ -1,0 +1,188 @@
+"""How regions come, open, move and go: the traffic around `Host`.
+
+    keep_ahead ─► MakeRegion ─► made ─► SendRegion to every worker ─► opened (mapped and populated)
+    advance: leaving ─► nothing lent or leased ─► RegionLeave ─► left ─► FreeRegion
+
+A worker holds a region from the offer on (it may be mapping it) until it says that it has left, or
+is proven dead: only then is the memory given back, and never on a deadline.
+"""
+
+from collections.abc import Callable, Iterable, Set
+
+from kvtide.core import messages as m
+from kvtide.core.effects import Effect, FreeRegion, MakeRegion, Note, Send, SendRegion
+from kvtide.core.host import Host, Region
+from kvtide.core.index import Index
+from kvtide.core.instances import Instance, Worker
+from kvtide.core.layout import KVLayout
+from kvtide.core.leases import Leases
+from kvtide.core.lending import Lending
+from kvtide.units import format_bytes
+
+
+class Regions:
+    """Carries regions through their states."""
+
+    def __init__(
+        self,
+        host: Host,
+        index: Index,
+        lending: Lending,
+        leases: Leases,
+        emit: Callable[[Effect], None],
+    ) -> None:
+        self._host = host
+        self._index = index
+        self._lending = lending
+        self._leases = leases
+        self._emit = emit
+        self._workers: dict[int, Worker] = {}  # every worker that may hold a region
+
+    # ---- growing and shrinking
+
+    def keep_ahead(self, layouts: Iterable[KVLayout], now_ms: int) -> None:
+        """Have half a region free in every layout in use, as far as the host allows."""
+        for layout in layouts:
+            if not self._host.wants_region(layout):
+                continue
+            if self._host.has_room(layout):
+                region = self._host.make(layout)
+                self._emit(MakeRegion(region.number, layout, region.cells.cell_count))
+            else:
+                self._give_up(self._host.surplus(layout, now_ms), now_ms)
+        if self._host.allocated_bytes > self._host.limit_bytes:
+            self._give_up(self._host.surplus(None, now_ms), now_ms)
+
+    def made(self, number: int) -> None:
+        """The memory is there; workers are offered it next."""
+        self._host.regions[number].is_ready = True
+
+    def not_made(self, number: int, detail: str) -> None:
+        """The machine has no more: stay at this size and evict."""
+        self._host.not_made(self._host.regions[number])
+        held = format_bytes(self._host.allocated_bytes)
+        self._emit(Note(f"host memory stays at {held}: {detail}", is_warning=True))
+
+    def limit(self, host_bytes: int) -> None:
+        """Hold at most this much from now on; one region after the other goes back."""
+        self._host.limit(host_bytes)
+
+    def _give_up(self, region: Region | None, now_ms: int) -> None:
+        if region is None:
+            return
+        region.is_leaving = True
+        region.leaving_since_ms = now_ms
+        inside = [entry for entry in self._index.entries.values() if entry.region == region.number]
+        for entry in inside:
+            if entry.is_attached:
+                self._lending.evict_below(entry, "moved")
+                self._lending.evict(entry, "moved")
+        self._advance(region)
+
+    def advance(self) -> None:
+        """Move every region that is leaving one step on, if it can."""
+        for region in [region for region in self._host.regions.values() if region.is_leaving]:
+            self._advance(region)
+
+    def _advance(self, region: Region) -> None:
+        if region.cells.free_cells < region.cells.cell_count:
+            return
+        if self._leases.holds_region(region.number):
+            return
+        for number in sorted(region.holders - region.leave_asked):
+            worker = self._workers[number]
+            if worker.connection is not None:
+                region.leave_asked.add(number)
+                self._emit(Send(worker.connection, m.RegionLeave(region.number)))
+        if region.is_empty:
+            self._host.remove(region)
+            self._emit(FreeRegion(region.number))
+
+    # ---- workers
+
+    def offer(self, instance: Instance) -> None:
+        """Offer each worker the regions of its layout that it lacks, last used first."""
+        layout = instance.layout
+        assert layout is not None, instance.engine_id
+        regions = sorted(self._host.usable(layout), key=lambda r: r.used_ms, reverse=True)
+        for worker in instance.workers.values():
+            if worker.connection is None:
+                continue
+            self._workers[worker.number] = worker
+            for region in regions:
+                if worker.number in region.holders | region.refused:
+                    continue
+                region.offered.add(worker.number)
+                self._emit(
+                    SendRegion(
+                        worker.connection,
+                        region.number,
+                        worker.shard,
+                        region.cells.cell_count,
+                        layout.cell_bytes[worker.shard],
+                    )
+                )
+
+    def open_to(self, instance: Instance) -> set[int]:
+        """The regions that every worker of the instance has mapped."""
+        assert instance.layout is not None, instance.engine_id
+        holders = {worker.number for worker in instance.workers.values()}
+        return {
+            region.number
+            for region in self._host.usable(instance.layout)
+            if holders <= region.mapped
+        }
+
+    def opened(self, worker: Worker, number: int) -> None:
+        """The worker has the region mapped and populated."""
+        region = self._host.regions.get(number)
+        if region is not None and worker.number in region.offered:
+            region.offered.discard(worker.number)
+            region.mapped.add(worker.number)
+
+    def failed(self, worker: Worker, number: int, detail: str) -> None:
+        """The worker could not map the region; it is not asked again."""
+        region = self._host.regions.get(number)
+        if region is not None and worker.number in region.offered:
+            region.offered.discard(worker.number)
+            region.refused.add(worker.number)
+            text = (
+                f"process {worker.pid} (rank {worker.rank}) cannot map region {number}: {detail}"
+            )
+            self._emit(Note(text[:500], is_warning=True))
+            self.advance()
+
+    def left(self, worker: Worker, number: int) -> None:
+        """The worker has no mapping of the region any more, whether it was told so or not."""
+        region = self._host.regions.get(number)
+        if region is not None:
+            self._forget(region, worker)
+            self.advance()
+
+    def worker_is_away(self, worker: Worker) -> None:
+        """Its connection ended; what it was asked then is asked again when it is back."""
+        for region in self._host.regions.values():
+            region.leave_asked.discard(worker.number)
+
+    def worker_is_back(self, worker: Worker, mapped: Set[int]) -> None:
+        """The worker names what it has mapped, or is mapping; it has nothing else."""
+        self._workers[worker.number] = worker
+        for region in self._host.regions.values():
+            if region.number not in mapped:
+                self._forget(region, worker)
+            elif worker.number in region.offered:
+                region.offered.discard(worker.number)
+                region.mapped.add(worker.number)
+        self.advance()
+
+    def worker_died(self, worker: Worker) -> None:
+        """Its mappings ended with it."""
+        for region in self._host.regions.values():
+            self._forget(region, worker)
+            region.refused.discard(worker.number)
+        self._workers.pop(worker.number, None)
+        self.advance()
+
+    def _forget(self, region: Region, worker: Worker) -> None:
+        for holders in (region.offered, region.mapped, region.leave_asked):
+            holders.discard(worker.number)

@@ -1,0 +1,181 @@
+"""Numbers: the one table of metrics, how engines count, and the Prometheus text of it all.
+
+Engines count in plain integers by name and send the increments to the node; the node adds them
+up. A histogram is a handful of such counters, so nothing but additions ever travels. Metrics can
+never break serving: nothing here raises on a strange value, it only counts.
+
+docs/metrics.md is generated from METRICS.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+BUCKETS_US = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000)
+"""Upper bounds of the buckets of every duration, in microseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric as users see it.
+
+    `source` is the name of the counter, or the prefix of counters that differ in one label.
+    """
+
+    name: str
+    kind: str
+    doc: str
+    source: str
+    label: str = ""
+
+
+METRICS = (
+    Metric("kvtide_host_size_bytes", "gauge", "Most bytes the host tier may hold.", "size_bytes"),
+    Metric("kvtide_host_allocated_bytes", "gauge", "Bytes of all regions.", "allocated_bytes"),
+    Metric("kvtide_host_held_bytes", "gauge", "Bytes of entries that can be hit.", "held_bytes"),
+    Metric("kvtide_host_free_bytes", "gauge", "Bytes of free cells.", "free_bytes"),
+    Metric(
+        "kvtide_host_granted_bytes",
+        "gauge",
+        "Bytes lent to engines that have not answered, quarantine included.",
+        "granted_bytes",
+    ),
+    Metric(
+        "kvtide_host_quarantine_bytes",
+        "gauge",
+        "Bytes of failed grants whose writer is silent.",
+        "quarantine_bytes",
+    ),
+    Metric("kvtide_leases", "gauge", "Matches that are protected for a moment.", "leases"),
+    Metric("kvtide_loads", "gauge", "Loads that are running.", "loads"),
+    Metric("kvtide_grants", "gauge", "Runs of cells lent to engines.", "grants"),
+    Metric("kvtide_engines", "gauge", "Engines that are connected.", "engines"),
+    Metric(
+        "kvtide_prompt_tokens_total",
+        "counter",
+        "Prompt tokens by where their KV came from, counted once for each request when it is"
+        " first scheduled after its last load: local (the engine's own cache), external"
+        " (kvtide), computed.",
+        "tokens.",
+        "source",
+    ),
+    Metric(
+        "kvtide_recomputed_tokens_total",
+        "counter",
+        "Tokens computed again after a preemption.",
+        "recomputed_tokens",
+    ),
+    Metric(
+        "kvtide_misses_total",
+        "counter",
+        "Requests that were served nothing, or less than was asked, by reason.",
+        "miss.",
+        "reason",
+    ),
+    Metric("kvtide_stored_blocks_total", "counter", "Blocks stored.", "stored_blocks"),
+    Metric(
+        "kvtide_already_held_blocks_total",
+        "counter",
+        "Blocks offered that the node had already.",
+        "held_blocks",
+    ),
+    Metric(
+        "kvtide_dropped_blocks_total",
+        "counter",
+        "Blocks that were not stored, by reason.",
+        "drop.",
+        "reason",
+    ),
+    Metric(
+        "kvtide_loaded_blocks_total", "counter", "Blocks loaded and verified.", "loaded_blocks"
+    ),
+    Metric(
+        "kvtide_failed_load_blocks_total",
+        "counter",
+        "Blocks whose load failed; the engine computed them.",
+        "failed_blocks",
+    ),
+    Metric("kvtide_loaded_bytes_total", "counter", "Bytes copied into engines.", "loaded_bytes"),
+    Metric("kvtide_stored_bytes_total", "counter", "Bytes copied out of engines.", "stored_bytes"),
+    Metric(
+        "kvtide_evictions_total",
+        "counter",
+        "Entries taken away: for room, because a longer one came, because their region moved,"
+        " or by order.",
+        "evicted.",
+        "cause",
+    ),
+    Metric("kvtide_lookup_seconds", "histogram", "From a lookup to its answer.", "lookup"),
+    Metric("kvtide_load_seconds", "histogram", "Copying of one load in one worker.", "load"),
+    Metric("kvtide_store_seconds", "histogram", "Copying of one step's stores.", "store"),
+    Metric(
+        "kvtide_retrieve_seconds",
+        "histogram",
+        "From a request's arrival to the report that its load has ended.",
+        "retrieve",
+    ),
+)
+
+
+class Counters:
+    """Increments since they were last taken; one thread's."""
+
+    def __init__(self) -> None:
+        self._increments: dict[str, int] = {}
+
+    def add(self, name: str, increment: int = 1) -> None:
+        """Count."""
+        if increment > 0:
+            self._increments[name] = self._increments.get(name, 0) + increment
+
+    def observe_s(self, name: str, seconds: float) -> None:
+        """Count one duration."""
+        micros = max(0, int(seconds * 1e6))
+        bucket = next((bound for bound in BUCKETS_US if micros <= bound), None)
+        self.add(f"{name}.us.{'inf' if bucket is None else bucket}")
+        self.add(f"{name}.us.sum", micros)
+
+    def take(self) -> dict[str, int]:
+        """The increments; counting starts anew."""
+        increments, self._increments = self._increments, {}
+        return increments
+
+
+def render(status: Mapping[str, Any]) -> str:
+    """The Prometheus text of a node's status."""
+    gauges = {**status["host"], "engines": len(status["engines"])}
+    counts = dict(status["counts"])
+    counts |= {f"evicted.{cause}": number for cause, number in status["evicted"].items()}
+    lines: list[str] = []
+    for metric in METRICS:
+        lines.append(f"# HELP {metric.name} {metric.doc}")
+        lines.append(f"# TYPE {metric.name} {metric.kind}")
+        lines.extend(_samples(metric, gauges, counts))
+    return "\n".join(lines) + "\n"
+
+
+def _samples(
+    metric: Metric, gauges: Mapping[str, Any], counts: Mapping[str, int]
+) -> Iterator[str]:
+    if metric.kind == "gauge":
+        yield f"{metric.name} {gauges[metric.source]}"
+    elif metric.kind == "histogram":
+        yield from _histogram(metric, counts)
+    elif metric.label:
+        for name in sorted(counts):
+            if name.startswith(metric.source):
+                value = name.removeprefix(metric.source)
+                yield f'{metric.name}{{{metric.label}="{value}"}} {counts[name]}'
+    else:
+        yield f"{metric.name} {counts.get(metric.source, 0)}"
+
+
+def _histogram(metric: Metric, counts: Mapping[str, int]) -> Iterator[str]:
+    so_far = 0
+    for bound in BUCKETS_US:
+        so_far += counts.get(f"{metric.source}.us.{bound}", 0)
+        yield f'{metric.name}_bucket{{le="{bound / 1e6:g}"}} {so_far}'
+    so_far += counts.get(f"{metric.source}.us.inf", 0)
+    yield f'{metric.name}_bucket{{le="+Inf"}} {so_far}'
+    yield f"{metric.name}_sum {counts.get(f'{metric.source}.us.sum', 0) / 1e6:g}"
+    yield f"{metric.name}_count {so_far}"

@@ -1,0 +1,1 @@
+"""Assembles: the process that keeps every byte outside the engines."""

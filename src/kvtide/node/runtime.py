@@ -1,0 +1,310 @@
+"""The owner: one asyncio thread that feeds the machine and carries its effects out.
+
+    socket ─► Received ─► machine.handle ─► effects ─► socket, memory, log
+
+Ownership
+    machine, server, memory files   the loop's thread; nobody else touches them
+    allocating and freeing memory   one helper thread, which only sees the memory it was given
+"""
+
+import asyncio
+import logging
+import os
+import traceback
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtide.clock import Clock
+from kvtide.core import effects as fx
+from kvtide.core import messages as m
+from kvtide.core.keys import KEY_BYTES
+from kvtide.core.layout import KVLayout
+from kvtide.core.machine import Machine
+from kvtide.errors import HostMemoryError, WireError
+from kvtide.memory.region import GenerationMemory, RegionMemory
+from kvtide.node.report import config_values, status
+from kvtide.node.watch import MemoryWatch
+from kvtide.wire.server import Connection, Server
+
+logger = logging.getLogger("kvtide.node")
+
+TICK_S = 0.1
+PULSE_TICKS = 10
+"""Every so many ticks: look at memory, at the socket's path."""
+STOP_S_MAX = 5.0
+EXIT_ASSERTION = 70
+"""Exit code when the machine no longer believes its state (EX_SOFTWARE)."""
+
+
+@dataclass(slots=True)
+class _Memory:
+    """The memory of one region: a file for each shard, and the generations."""
+
+    layout: KVLayout
+    shards: list[RegionMemory]
+    generations: GenerationMemory
+
+
+class Runtime:
+    """One running node."""
+
+    def __init__(
+        self, machine: Machine, clock: Clock, socket_path: Path, shown: list[dict[str, str]]
+    ) -> None:
+        self.machine = machine
+        self.clock = clock
+        self.socket_path = socket_path
+        self.started_ms = clock.now_ms()
+        self.ended = asyncio.Event()
+        self.exit_code = 0
+        self._shown = shown
+        self._server = Server(self._on_message, self._on_closed, logger.warning)
+        self._memory: dict[int, _Memory] = {}
+        self._allocator = ThreadPoolExecutor(1, thread_name_prefix="kvtide-memory")
+        self._processes: dict[int, int] = {}  # pidfd by the connection that handed it over
+        self._watch = MemoryWatch(machine.config.host_bytes)
+        self._own_pidfd = os.pidfd_open(os.getpid())
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[fx.Event] = deque()
+        self._ticks = 0
+        self._inode = 0
+
+    # ---- life
+
+    def listen(self) -> None:
+        """Be there for engines."""
+        self._server.listen(self.socket_path)
+        self._inode = self.socket_path.stat().st_ino
+        self._loop.call_later(TICK_S, self._tick)
+
+    async def run(self) -> int:
+        """Serve until told to end; the process's exit code."""
+        await self.ended.wait()
+        await asyncio.wait_for(asyncio.to_thread(self._allocator.shutdown), STOP_S_MAX)
+        return self.exit_code
+
+    def stop(self, why: str, *, on_purpose: bool, exit_code: int = 0) -> None:
+        """End: say so to everybody, close, remove the socket. Again changes nothing."""
+        if self.ended.is_set():
+            return
+        logger.info("ends: %s", why)
+        self.exit_code = exit_code
+        self._server.broadcast(m.Stopping(on_purpose))
+        self.ended.set()
+        self._server.close()
+        if self._path_is_ours():
+            self.socket_path.unlink(missing_ok=True)
+        for pidfd in self._processes.values():
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+        self._processes.clear()
+        for number in list(self._memory):
+            _close_memory(self._memory.pop(number))
+
+    def _tick(self) -> None:
+        if self.ended.is_set():
+            return
+        self._loop.call_later(TICK_S, self._tick)
+        self._ticks += 1
+        self._feed(fx.Tick())
+        if self._ticks % PULSE_TICKS == 0:
+            limit = self._watch.limit(self.machine.host.allocated_bytes)
+            if limit is not None:
+                self._feed(fx.HostLimit(limit))
+            if not self._path_is_ours():
+                self.stop(f"its socket {self.socket_path} is gone", on_purpose=False)
+
+    def _path_is_ours(self) -> bool:
+        try:
+            return self.socket_path.stat().st_ino == self._inode
+        except OSError:
+            return False
+
+    # ---- in
+
+    def _on_message(
+        self, connection: Connection, message: m.Message, descriptors: list[int]
+    ) -> None:
+        match message:
+            case m.Ping():
+                self._server.send(connection.number, m.Pong())
+            case m.Pong():
+                pass
+            case m.Bye():
+                self._server.drop(connection.number)
+            case m.Command():
+                self._server.send(connection.number, self._command(message))
+                self._server.close_after_sending(connection.number)
+            case m.SchedulerHello() | m.WorkerHello():
+                self._watch_process(connection, message.pid, descriptors)
+                self._feed(fx.Received(connection.number, message))
+            case _:
+                if descriptors:
+                    raise WireError(f"a {type(message).__name__} with descriptors")
+                self._feed(fx.Received(connection.number, message))
+
+    def _on_closed(self, number: int) -> None:
+        self._feed(fx.Disconnected(number))
+
+    def _watch_process(self, connection: Connection, pid: int, descriptors: list[int]) -> None:
+        """Take the pidfd that a hello must carry; it must be of the process that speaks."""
+        if len(descriptors) != 1:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise WireError("a hello must carry one descriptor, a pidfd of its process")
+        pidfd = descriptors[0]
+        if connection.number in self._processes or _pid_of(pidfd) != connection.peer_pid:
+            os.close(pidfd)
+            raise WireError(f"a second hello, or a pidfd that is not of the process {pid}")
+        self._processes[connection.number] = pidfd
+        self._loop.add_reader(pidfd, self._process_died, connection.number)
+
+    def _process_died(self, number: int) -> None:
+        pidfd = self._processes.pop(number)
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
+        self._feed(fx.ProcessDied(number))
+
+    def _feed(self, event: fx.Event) -> None:
+        """Take an event in; one that arises while effects are carried out waits its turn."""
+        self._events.append(event)
+        if len(self._events) > 1:
+            return
+        while self._events and not self.ended.is_set():
+            try:
+                self._carry_out(self.machine.handle(self._events[0], self.clock.now_ms()))
+            except AssertionError:
+                self._give_up(self._events[0])
+            self._events.popleft()
+
+    def _give_up(self, event: fx.Event) -> None:
+        """Never go on with a state that is not believed: engines find or start another node."""
+        logger.critical(
+            "an assertion failed at %s; counts %s\n%s",
+            type(event).__name__,
+            self.machine.counts,
+            traceback.format_exc(),
+        )
+        self.stop("an assertion failed", on_purpose=False, exit_code=EXIT_ASSERTION)
+
+    # ---- out
+
+    def _carry_out(self, effects: list[fx.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case fx.Send(connection, m.Welcome() as welcome):
+                    self._server.send(connection, welcome, [self._own_pidfd])
+                case fx.Send(connection, message):
+                    self._server.send(connection, message)
+                case fx.SetGenerations(region, first_cell, count, generation):
+                    self._memory[region].generations.set(first_cell, count, generation)
+                case fx.SendRegion():
+                    self._send_region(effect)
+                case fx.MakeRegion(region, layout, cell_count):
+                    self._make_region(region, layout, cell_count)
+                case fx.FreeRegion(region):
+                    self._loop.run_in_executor(
+                        self._allocator, _close_memory, self._memory.pop(region)
+                    )
+                case fx.Close(connection):
+                    self._server.close_after_sending(connection)
+                case fx.Note(text, is_warning):
+                    logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
+                case fx.End(why, on_purpose):
+                    self.stop(why, on_purpose=on_purpose)
+
+    def _send_region(self, effect: fx.SendRegion) -> None:
+        memory = self._memory[effect.region]
+        offer = m.RegionOffer(effect.region, effect.cell_count, effect.cell_bytes)
+        descriptors = [memory.shards[effect.shard].fd, memory.generations.fd]
+        self._server.send(effect.connection, offer, descriptors)
+
+    def _make_region(self, number: int, layout: KVLayout, cell_count: int) -> None:
+        future = self._loop.run_in_executor(self._allocator, _allocate, number, layout, cell_count)
+        future.add_done_callback(lambda done: self._made(number, done))
+
+    def _made(self, number: int, done: "asyncio.Future[_Memory | str]") -> None:
+        memory = done.result()
+        if isinstance(memory, str):
+            self._feed(fx.RegionNotMade(number, memory))
+        elif self.ended.is_set():
+            _close_memory(memory)
+        else:
+            self._memory[number] = memory
+            self._feed(fx.RegionMade(number))
+
+    # ---- commands
+
+    def _command(self, command: m.Command) -> m.CommandAnswer:
+        match command.name:
+            case "status":
+                return m.CommandAnswer(self.status())
+            case "config":
+                return m.CommandAnswer(config_values(self._shown))
+            case "stop":
+                self._loop.call_soon(lambda: self.stop("kvtide stop", on_purpose=True))
+                return m.CommandAnswer({"pid": os.getpid()})
+            case "clear":
+                return self._clear(command.arguments.get("salt_digest"))
+            case "check":
+                return self._check()
+        return m.CommandAnswer({}, error=f"the node knows no command {command.name!r}")
+
+    def _clear(self, salt_digest: str | None) -> m.CommandAnswer:
+        try:
+            digest = None if salt_digest is None else bytes.fromhex(salt_digest)
+        except ValueError:
+            digest = b"?"
+        if digest is not None and len(digest) not in (0, KEY_BYTES):
+            return m.CommandAnswer(
+                {}, error="a salt digest is 64 hex digits, or empty for no salt"
+            )
+        cleared = self.machine.clear(digest)
+        self._carry_out(self.machine.take_effects())
+        return m.CommandAnswer({"entries": cleared})
+
+    def _check(self) -> m.CommandAnswer:
+        try:
+            self.machine.check_integrity()
+        except AssertionError as error:
+            self._loop.call_soon(self._give_up, fx.Tick())
+            return m.CommandAnswer({}, error=f"the node's state is broken: {error}")
+        return m.CommandAnswer({"entries": len(self.machine.index.entries)})
+
+    def status(self) -> dict[str, Any]:
+        """What `kvtide status` shows."""
+        uptime_ms = self.clock.now_ms() - self.started_ms
+        return status(self.machine, uptime_ms, self._shown)
+
+
+def _allocate(number: int, layout: KVLayout, cell_count: int) -> "_Memory | str":
+    """Allocate a region; why not, where the machine does not give the memory."""
+    shards: list[RegionMemory] = []
+    try:
+        for shard, cell_bytes in enumerate(layout.cell_bytes):
+            name = f"{number & 0xFFFF}-{shard}"
+            shards.append(RegionMemory.create(name, cell_count * cell_bytes))
+        return _Memory(layout, shards, GenerationMemory(f"{number & 0xFFFF}-g", cell_count))
+    except HostMemoryError as error:
+        for shard_memory in shards:
+            shard_memory.close()
+        return str(error)
+
+
+def _close_memory(memory: _Memory) -> None:
+    for shard in memory.shards:
+        shard.close()
+    memory.generations.close()
+
+
+def _pid_of(pidfd: int) -> int:
+    """The process a pidfd stands for; -1 for another kind of descriptor, or a dead process."""
+    try:
+        text = Path(f"/proc/self/fdinfo/{pidfd}").read_text(encoding="ascii")
+    except OSError:
+        return -1
+    fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+    return int(fields.get("Pid", "-1"))

@@ -1,0 +1,50 @@
+"""One question to a node from the command line."""
+
+import socket
+from typing import Any
+
+from kvtide.core.messages import Command, CommandAnswer
+from kvtide.errors import NodeUnreachable, WireError
+from kvtide.wire.frames import FrameReader, encode, receive
+from kvtide.wire.places import Places
+
+ANSWER_S_MAX = 5.0
+
+
+def ask(places: Places, name: str, arguments: dict[str, str] | None = None) -> dict[str, Any]:
+    """Send a command and wait for its answer.
+
+    Raises:
+        NodeUnreachable: no node listens here, or it does not answer in time.
+        WireError: the node refused the command.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with sock:
+        sock.settimeout(ANSWER_S_MAX)
+        try:
+            sock.connect(str(places.socket))
+            sock.sendall(encode(Command(name, arguments or {})))
+            answer = _answer(sock)
+        except TimeoutError:
+            raise NodeUnreachable(
+                f"the node at {places.socket} does not answer; its log is {places.log}"
+            ) from None
+        except OSError as error:
+            raise NodeUnreachable(
+                f"no node of this version listens at {places.socket} ({error.strerror}); one is "
+                "started by the first engine, or by `kvtide serve`"
+            ) from None
+    if answer.error:
+        raise WireError(answer.error)
+    return answer.values
+
+
+def _answer(sock: socket.socket) -> CommandAnswer:
+    reader = FrameReader()
+    while True:
+        data, descriptors = receive(sock)
+        if not data:
+            raise NodeUnreachable("the node ended without an answer")
+        for message, _ in reader.feed(data, descriptors):
+            if isinstance(message, CommandAnswer):
+                return message

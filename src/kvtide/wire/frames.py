@@ -1,0 +1,152 @@
+"""Frames: how messages and descriptors travel on a unix stream socket.
+
+    ┌────────────┬─────────┬────────────────┬───────────────────────┐
+    │ length u32 │ kind u8 │ descriptors u8 │ msgpack of the fields │
+    └────────────┴─────────┴────────────────┴───────────────────────┘
+                 └────────── what the length counts ────────────────┘
+
+Descriptors are attached to a frame's first byte and arrive in order, never later than it, so a
+frame that names n of them takes the n oldest that have come. Lengths are checked before anything
+is allocated, decoding is typed and runs no code, and whatever is wrong is a `WireError` that
+costs the connection.
+"""
+
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterator
+from typing import get_args
+
+import msgspec
+
+from kvtide.core import messages
+from kvtide.core.messages import Message
+from kvtide.errors import WireError
+
+FRAME_BYTES_MAX = 4 << 20
+DESCRIPTORS_MAX = 8
+"""Descriptors that may wait for their frame."""
+RECEIVE_BYTES = 1 << 18
+
+_HEAD = struct.Struct("<IBB")
+_LENGTH = struct.Struct("<I")
+_KINDS: tuple[type, ...] = get_args(Message)
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+_DECODERS: list[msgspec.msgpack.Decoder[Message]] = [
+    msgspec.msgpack.Decoder(kind) for kind in _KINDS
+]
+_ENCODER = msgspec.msgpack.Encoder()
+
+assert messages.WIRE_VERSION == 1, "kinds are numbered by their place: raise the version, too"
+
+
+def encode(message: Message, descriptor_count: int = 0) -> bytes:
+    """One frame. Raises WireError for a message that is too large to be sent."""
+    payload = _ENCODER.encode(message)
+    if len(payload) + 2 > FRAME_BYTES_MAX:
+        raise WireError(f"a {type(message).__name__} of {len(payload)} bytes is too large")
+    return _HEAD.pack(len(payload) + 2, _NUMBERS[type(message)], descriptor_count) + payload
+
+
+class FrameReader:
+    """Cuts what arrives into messages."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._descriptors: deque[int] = deque()
+
+    def feed(self, data: bytes, descriptors: list[int]) -> Iterator[tuple[Message, list[int]]]:
+        """Take bytes and descriptors in; yield what is complete.
+
+        The receiver of a message owns its descriptors.
+        """
+        self._data += data
+        self._descriptors.extend(descriptors)
+        if len(self._descriptors) > DESCRIPTORS_MAX:
+            raise WireError(f"{len(self._descriptors)} descriptors came that no frame asked for")
+        while len(self._data) >= _HEAD.size:
+            length, kind, count = _HEAD.unpack_from(self._data)
+            if not 2 <= length <= FRAME_BYTES_MAX:
+                raise WireError(
+                    f"a frame of {length} bytes; at most {FRAME_BYTES_MAX} are allowed"
+                )
+            if kind >= len(_KINDS) or count > DESCRIPTORS_MAX:
+                raise WireError(f"a frame of kind {kind} with {count} descriptors")
+            end = _LENGTH.size + length
+            if len(self._data) < end:
+                return
+            payload = bytes(memoryview(self._data)[_HEAD.size : end])
+            del self._data[:end]
+            if count > len(self._descriptors):
+                raise WireError(f"a frame names {count} descriptors that did not come")
+            message = _decode(kind, payload)
+            yield message, [self._descriptors.popleft() for _ in range(count)]
+
+    def close(self) -> None:
+        """Close the descriptors that nobody took."""
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+
+def _decode(kind: int, payload: bytes) -> Message:
+    try:
+        return _DECODERS[kind].decode(payload)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError(f"a {_KINDS[kind].__name__} that cannot be read: {error}") from None
+
+
+def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """What the kernel has now; empty bytes at the end of the stream. Raises BlockingIOError."""
+    data, descriptors, flags, _ = socket.recv_fds(sock, RECEIVE_BYTES, DESCRIPTORS_MAX)
+    if flags & socket.MSG_CTRUNC:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise WireError("more descriptors came at once than a frame may carry")
+    return data, list(descriptors)
+
+
+class Outbox:
+    """Frames waiting for a socket to take them; bounded, in order, with their descriptors."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._frames: deque[tuple[memoryview, list[int]]] = deque()
+        self._waiting_bytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._frames)
+
+    def add(self, frame: bytes, descriptors: list[int]) -> bool:
+        """Queue a frame; False where the queue is full. Descriptors are duplicated."""
+        if self._waiting_bytes + len(frame) > self._bytes_max:
+            return False
+        self._frames.append((memoryview(frame), [os.dup(number) for number in descriptors]))
+        self._waiting_bytes += len(frame)
+        return True
+
+    def flush(self, sock: socket.socket) -> None:
+        """Send what the socket takes without waiting. Raises OSError when the peer is gone."""
+        while self._frames:
+            rest, descriptors = self._frames[0]
+            try:
+                if descriptors:
+                    sent = socket.send_fds(sock, [rest], descriptors)
+                else:
+                    sent = sock.send(rest)
+            except BlockingIOError:
+                return
+            for number in descriptors:
+                os.close(number)
+            self._waiting_bytes -= sent
+            if sent == len(rest):
+                self._frames.popleft()
+            else:
+                self._frames[0] = (rest[sent:], [])
+
+    def close(self) -> None:
+        """Drop everything that waits."""
+        while self._frames:
+            for number in self._frames.popleft()[1]:
+                os.close(number)
+        self._waiting_bytes = 0

@@ -1,0 +1,298 @@
+"""The engines' side of the socket: one thread that keeps a connection to the node alive.
+
+    seeking ─connected─► greeting ─Welcome─► up ─end of file─► seeking (0.1 s, doubling to 5 s)
+                             └─Refused─► refused (asks again after 5 s)
+
+The link never makes its owner wait: `send` puts a frame into a bounded outbox and gives the socket
+what it takes at once; a full outbox is a False. Everything that arrives is handed to the owner's
+callbacks on the link's thread.
+
+A node that is stopped or slow is told from one that is dead: death is seen through its pidfd,
+slowness through silence. After five questions without an answer the *breaker* opens: `is_usable`
+is False, nothing is sent but one ping after 1 s, doubling to 30 s; anything heard closes it.
+
+Ownership
+    socket, reader, state of the connection   the link's thread
+    outbox                                    any thread, under `_lock`; flushed without waiting
+    breaker counters                          any thread, plain integers
+"""
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Protocol
+
+from kvtide.core.messages import Bye, Message, Ping, Pong, Refused, Stopping, Welcome
+from kvtide.errors import WireError
+from kvtide.wire.frames import FrameReader, Outbox, encode, receive
+
+OUTBOX_BYTES_MAX = 16 << 20
+SEEK_S = 0.1
+"""How often a process looks for the socket at first."""
+RETRY_S_MAX = 5.0
+REFUSED_S = 5.0
+HEARTBEAT_S = 1.0
+GREETING_S_MAX = 10.0
+SILENT_QUESTIONS_MAX = 5
+BREAKER_S_FIRST, BREAKER_S_MAX = 1.0, 30.0
+
+
+class LinkOwner(Protocol):
+    """Whom a link serves; all calls come on the link's thread and must not wait."""
+
+    def hello(self) -> Message:
+        """The first message of a new connection."""
+        ...
+
+    def on_up(self, welcome: Welcome) -> None:
+        """The node has taken the connection."""
+        ...
+
+    def on_message(self, message: Message, descriptors: list[int]) -> None:
+        """A message came; the descriptors are the owner's now."""
+        ...
+
+    def on_down(self, *, node_is_dead: bool) -> None:
+        """The connection ended; the node is dead, or may live on."""
+        ...
+
+    def on_refused(self, refused: Refused) -> None:
+        """The node does not take this connection; it is asked again later."""
+        ...
+
+    def on_absent(self) -> None:
+        """No node listens. Called again and again; the owner may start one."""
+        ...
+
+    def on_pulse(self) -> None:
+        """About once a second has passed while the connection was up."""
+        ...
+
+
+class Link:
+    """A connection to the node that comes back by itself."""
+
+    def __init__(self, socket_path: Path, owner: LinkOwner, name: str) -> None:
+        self._path = str(socket_path)
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._outbox = Outbox(OUTBOX_BYTES_MAX)
+        self._sock: socket.socket | None = None
+        self._is_up = False
+        self._stop = threading.Event()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._node_pidfd = -1
+        self._silent_questions = 0
+        self._breaker_s = BREAKER_S_FIRST
+        self.stopped_on_purpose = False
+
+    # ---- any thread
+
+    def start(self) -> None:
+        """Begin to look for the node."""
+        self._thread.start()
+
+    @property
+    def is_usable(self) -> bool:
+        """Connected, and the node answers."""
+        return self._is_up and self._silent_questions < SILENT_QUESTIONS_MAX
+
+    def send(self, message: Message) -> bool:
+        """Send without waiting; False where there is no connection or it takes no more."""
+        frame = encode(message)
+        with self._lock:
+            if self._sock is None or not self._is_up or not self._outbox.add(frame, []):
+                return False
+            was_waiting = self._flush()
+        if was_waiting:
+            self._wake()
+        return True
+
+    def note_silence(self) -> None:
+        """A question was not answered in time."""
+        self._silent_questions += 1
+        if self._silent_questions == SILENT_QUESTIONS_MAX:
+            self._wake()
+
+    def close(self, timeout_s: float) -> None:
+        """Say good-bye and end the thread."""
+        self.send(Bye())
+        self._stop.set()
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _flush(self) -> bool:
+        """Under the lock: give the socket what it takes; whether something is left."""
+        assert self._sock is not None
+        try:
+            self._outbox.flush(self._sock)
+        except OSError:
+            return False  # the link's thread sees the end of the stream
+        return bool(self._outbox)
+
+    # ---- the link's thread
+
+    def _run(self) -> None:
+        retry_s = SEEK_S
+        while not self._stop.is_set():
+            outcome = self._session()
+            if outcome == "up":
+                retry_s = SEEK_S
+            elif outcome == "refused":
+                retry_s = REFUSED_S
+            elif outcome == "absent":
+                retry_s = SEEK_S if not self.stopped_on_purpose else HEARTBEAT_S
+                if not self._stop.is_set():
+                    self._owner.on_absent()
+            self._stop.wait(retry_s)
+            retry_s = min(retry_s * 2, RETRY_S_MAX)
+        self._forget_node()
+
+    def _session(self) -> str:
+        """One connection from beginning to end: "absent", "refused", "lost", or "up"."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(HEARTBEAT_S)
+        try:
+            sock.connect(self._path)
+        except OSError:
+            sock.close()
+            return "absent"
+        reader = FrameReader()
+        was_up = False
+        try:
+            greeted = self._greet(sock, reader)
+            if isinstance(greeted, Refused):
+                self._owner.on_refused(greeted)
+                return "refused"
+            if greeted is None:
+                return "lost"
+            was_up = True
+            self._owner.on_up(greeted)
+            self._serve(sock, reader)
+        except (OSError, WireError):
+            return "up" if was_up else "lost"
+        finally:
+            self._end(sock, reader)
+            if was_up:
+                self._owner.on_down(node_is_dead=self._node_is_dead())
+        return "up"
+
+    def _greet(self, sock: socket.socket, reader: FrameReader) -> Welcome | Refused | None:
+        own_pidfd = os.pidfd_open(os.getpid())
+        try:
+            socket.send_fds(sock, [encode(self._owner.hello(), 1)], [own_pidfd])
+        finally:
+            os.close(own_pidfd)
+        deadline = time.monotonic() + GREETING_S_MAX
+        while time.monotonic() < deadline and not self._stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                data, descriptors = receive(sock)
+                if not data:
+                    return None
+                for message, own in reader.feed(data, descriptors):
+                    if isinstance(message, Refused):
+                        return message
+                    if isinstance(message, Welcome):
+                        self._welcomed(sock, own)
+                        return message
+        return None
+
+    def _welcomed(self, sock: socket.socket, descriptors: list[int]) -> None:
+        self._forget_node()
+        self._node_pidfd = descriptors[0] if descriptors else -1
+        self._heard()
+        self.stopped_on_purpose = False
+        sock.setblocking(False)
+        with self._lock:
+            self._sock = sock
+            self._is_up = True
+
+    def _serve(self, sock: socket.socket, reader: FrameReader) -> None:
+        """Read until the connection ends; first what came together with the greeting."""
+        for message, own in reader.feed(b"", []):
+            self._take(message, own)
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        if self._node_pidfd >= 0:
+            poll.register(self._node_pidfd, select.POLLIN)
+        next_ping = next_pulse = time.monotonic() + HEARTBEAT_S
+        while not self._stop.is_set():
+            with self._lock:
+                wants_out = bool(self._outbox)
+            poll.register(sock, select.POLLIN | (select.POLLOUT if wants_out else 0))
+            pause_s = max(0.0, min(next_ping, next_pulse) - time.monotonic())
+            ready = dict(poll.poll(pause_s * 1000 + 1))
+            if self._wake_fd in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake_fd)
+            if ready.get(sock.fileno(), 0) & select.POLLOUT:
+                with self._lock:
+                    self._flush()
+            if ready.get(sock.fileno(), 0) & ~select.POLLOUT:
+                data, descriptors = receive(sock)
+                if not data:
+                    return
+                self._heard()
+                for message, own in reader.feed(data, descriptors):
+                    self._take(message, own)
+            elif self._node_pidfd in ready:
+                return  # dead, and everything it said has been read
+            if time.monotonic() >= next_ping:
+                next_ping = time.monotonic() + self._ping()
+            if time.monotonic() >= next_pulse:
+                next_pulse = time.monotonic() + HEARTBEAT_S
+                self._owner.on_pulse()
+
+    def _ping(self) -> float:
+        """Send a ping; seconds until the next one."""
+        with self._lock:
+            if not self._outbox:
+                self._outbox.add(encode(Ping()), [])
+                self._flush()
+        if self._silent_questions < SILENT_QUESTIONS_MAX:
+            return HEARTBEAT_S
+        self._breaker_s = min(self._breaker_s * 2, BREAKER_S_MAX)
+        return self._breaker_s
+
+    def _take(self, message: Message, descriptors: list[int]) -> None:
+        if isinstance(message, Ping):
+            self.send(Pong())
+        elif isinstance(message, Stopping):
+            self.stopped_on_purpose = message.on_purpose
+        elif not isinstance(message, Pong):
+            self._owner.on_message(message, descriptors)
+
+    def _heard(self) -> None:
+        self._silent_questions = 0
+        self._breaker_s = BREAKER_S_FIRST
+
+    def _end(self, sock: socket.socket, reader: FrameReader) -> None:
+        with self._lock:
+            self._is_up = False
+            self._sock = None
+            self._outbox.close()
+        reader.close()
+        sock.close()
+
+    def _node_is_dead(self) -> bool:
+        if self._node_pidfd < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._node_pidfd, select.POLLIN)
+        # The kernel closes a dying process's sockets a moment before its pidfd tells.
+        return bool(poll.poll(50))
+
+    def _forget_node(self) -> None:
+        if self._node_pidfd >= 0:
+            os.close(self._node_pidfd)
+            self._node_pidfd = -1

@@ -1,0 +1,59 @@
+"""Where a node can be found: the names in a runtime directory, and who may use it."""
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtide.core.messages import WIRE_VERSION
+from kvtide.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Files of one node. Names carry the wire version, so two versions run side by side."""
+
+    directory: Path
+
+    @property
+    def socket(self) -> Path:
+        """Where the node listens."""
+        return self.directory / f"node-{WIRE_VERSION}.sock"
+
+    @property
+    def lock(self) -> Path:
+        """Held for life by the node."""
+        return self.directory / f"node-{WIRE_VERSION}.lock"
+
+    @property
+    def log(self) -> Path:
+        """The node's log."""
+        return self.directory / f"node-{WIRE_VERSION}.log"
+
+
+def open_directory(directory: Path) -> Places:
+    """The runtime directory, made if it is missing, and checked to be ours alone.
+
+    Raises ConfigError where it belongs to somebody else, is open to others, or cannot be made.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.stat()
+    except OSError as error:
+        raise ConfigError(
+            f"the runtime directory {directory} cannot be used ({error.strerror}): "
+            "set KVTIDE_RUNTIME_DIR to a directory of yours"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"the runtime directory {directory} is not a directory")
+    if found.st_uid != os.getuid():
+        raise ConfigError(
+            f"the runtime directory {directory} belongs to user {found.st_uid}, not to "
+            f"{os.getuid()}: set KVTIDE_RUNTIME_DIR to a directory of yours"
+        )
+    if found.st_mode & 0o077:
+        raise ConfigError(
+            f"the runtime directory {directory} is open to others "
+            f"(mode {stat.S_IMODE(found.st_mode):o}): chmod 700 it, or set KVTIDE_RUNTIME_DIR"
+        )
+    return Places(directory)

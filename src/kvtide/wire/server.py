@@ -1,0 +1,179 @@
+"""The node's side of the socket: accepts, reads, writes; decides nothing.
+
+Raw non-blocking sockets in the owner's event loop, since asyncio's transports carry no
+descriptors. A connection whose peer is another user, sends nonsense, or does not read what it is
+sent loses that connection and nothing else.
+
+Ownership: everything here belongs to the thread of the loop.
+"""
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from kvtide.core.messages import Message
+from kvtide.errors import ConfigError, WireError
+from kvtide.wire.frames import FrameReader, Outbox, encode, receive
+
+CONNECTIONS_MAX = 4096
+OUTBOX_BYTES_MAX = 64 << 20
+SOCKET_PATH_BYTES_MAX = 107
+"""What `sockaddr_un` holds, less its closing zero."""
+
+_CREDENTIALS = struct.Struct("iii")
+
+
+class Connection:
+    """One accepted peer."""
+
+    def __init__(self, number: int, sock: socket.socket, peer_pid: int) -> None:
+        self.number = number
+        self.sock = sock
+        self.peer_pid = peer_pid
+        self.reader = FrameReader()
+        self.outbox = Outbox(OUTBOX_BYTES_MAX)
+        self.is_closing = False
+
+
+class Server:
+    """Listens on one path and hands over whole messages."""
+
+    def __init__(
+        self,
+        on_message: Callable[[Connection, Message, list[int]], None],
+        on_closed: Callable[[int], None],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        self._on_message = on_message
+        self._on_closed = on_closed
+        self._on_refused = on_refused
+        self._connections: dict[int, Connection] = {}
+        self._next_number = 1
+        self._listener: socket.socket | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def listen(self, path: Path) -> None:
+        """Open the socket, for this user alone. The caller holds the lock that makes it ours."""
+        check_socket_path(path)
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(128)
+        self._listener = listener
+        self._loop.add_reader(listener, self._accept)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                self._on_refused(f"a connection could not be accepted: {error}")
+            return
+        sock.setblocking(False)
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(raw)
+        if uid != os.getuid() or len(self._connections) >= CONNECTIONS_MAX:
+            self._on_refused(f"process {pid} of user {uid} was refused a connection")
+            sock.close()
+            return
+        connection = Connection(self._next_number, sock, pid)
+        self._next_number += 1
+        self._connections[connection.number] = connection
+        self._loop.add_reader(sock, self._readable, connection)
+
+    def _readable(self, connection: Connection) -> None:
+        try:
+            data, descriptors = receive(connection.sock)
+            if not data:
+                self.drop(connection.number)
+                return
+            for message, own in connection.reader.feed(data, descriptors):
+                if connection.is_closing:
+                    _close_all(own)
+                else:
+                    self._on_message(connection, message, own)
+        except BlockingIOError:
+            return
+        except WireError as error:
+            self._on_refused(f"connection {connection.number} is closed: {error}")
+            self.drop(connection.number)
+        except OSError:
+            self.drop(connection.number)
+
+    def send(self, number: int, message: Message, descriptors: list[int] | None = None) -> None:
+        """Send, or queue until the peer reads; a peer that never does loses the connection."""
+        connection = self._connections.get(number)
+        if connection is None or connection.is_closing:
+            return
+        own = descriptors or []
+        if not connection.outbox.add(encode(message, len(own)), own):
+            self._on_refused(f"connection {number} is closed: its peer does not read")
+            self.drop(number)
+            return
+        self._flush(connection)
+
+    def _flush(self, connection: Connection) -> None:
+        try:
+            connection.outbox.flush(connection.sock)
+        except OSError:
+            self.drop(connection.number)
+            return
+        if connection.outbox:
+            self._loop.add_writer(connection.sock, self._flush, connection)
+            return
+        self._loop.remove_writer(connection.sock)
+        if connection.is_closing:
+            self.drop(connection.number)
+
+    def close_after_sending(self, number: int) -> None:
+        """End a connection once what was sent before is out."""
+        connection = self._connections.get(number)
+        if connection is not None:
+            connection.is_closing = True
+            self._flush(connection)
+
+    def drop(self, number: int) -> None:
+        """End a connection now."""
+        connection = self._connections.pop(number, None)
+        if connection is None:
+            return
+        self._loop.remove_reader(connection.sock)
+        self._loop.remove_writer(connection.sock)
+        connection.sock.close()
+        connection.reader.close()
+        connection.outbox.close()
+        self._on_closed(number)
+
+    def broadcast(self, message: Message) -> None:
+        """Send to everybody."""
+        for number in list(self._connections):
+            self.send(number, message)
+
+    def close(self) -> None:
+        """Stop listening and end all connections."""
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        for number in list(self._connections):
+            self.drop(number)
+
+
+def check_socket_path(path: Path) -> None:
+    """Raise ConfigError where the path is longer than the kernel allows."""
+    length = len(os.fsencode(path))
+    if length > SOCKET_PATH_BYTES_MAX:
+        raise ConfigError(
+            f"the socket's path {path} has {length} bytes, the kernel allows "
+            f"{SOCKET_PATH_BYTES_MAX}: set KVTIDE_RUNTIME_DIR to a shorter directory"
+        )
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for number in descriptors:
+        os.close(number)
