@@ -1,0 +1,265 @@
+"""vLLM's connector class: one object in each role, thin, and unable to harm the engine.
+
+Every hook goes through `_guarded`: what kvtide does wrong is counted, said once, and turns caching
+off in this process; the engine gets the answer that a connector without content would give. What a
+hook may return, and when it is called, is vLLM's contract (KVConnectorBase_V1 of vLLM 0.32).
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvtide import config as settings
+from kvtide.clock import MonotonicClock
+from kvtide.engines.vllm.assemble import build_scheduler, build_worker
+from kvtide.engines.vllm.metadata import LoadJob, StepPlan
+from kvtide.engines.vllm.scheduler import SchedulerSide
+from kvtide.engines.vllm.stats import KVTidePromMetrics, KVTideStats, WorkerCounts
+from kvtide.engines.vllm.worker import WorkerSide
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.stats import CacheHitSource
+
+logger = logging.getLogger("vllm.kvtide")
+
+CLOSE_S_MAX = 2.0
+"""T_stop of a connector: vLLM kills its processes after 4 to 5 s."""
+
+Answer = TypeVar("Answer")
+Other = TypeVar("Other")
+
+
+class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps the KV cache of a vLLM engine in a kvtide node."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Read settings (an unusable one stops the start) and find out what the engine is."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._config = settings.read(transfer.kv_connector_extra_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._asked_local_tokens = 0
+        self._orphans: list[LoadJob] = []
+        self._is_off = not self._config.engine.enabled
+        # A lost chunk must cost a recomputation, not the request. vLLM's scheduler reads this after
+        # it has built us; inside MultiConnector the user has to set it.
+        transfer.kv_load_failure_policy = "recompute"
+        self._kv_block_tokens = vllm_config.cache_config.block_size
+        if role == KVConnectorRole.SCHEDULER and not self._is_off:
+            self._scheduler = self._guarded(
+                lambda: build_scheduler(
+                    vllm_config, kv_cache_config, self._config, MonotonicClock()
+                ),
+                None,
+            )
+
+    def _guarded(self, hook: Callable[[], Answer], otherwise: Other) -> Answer | Other:
+        """The one boundary: a failure of ours is a miss, never the engine's."""
+        if self._is_off:
+            return otherwise
+        try:
+            return hook()
+        except Exception:
+            self._is_off = True
+            logger.exception("kvtide off: an error of its own; the engine serves uncached")
+            for side in (self._scheduler, self._worker):
+                if side is not None:
+                    side.close(0.0)
+            return otherwise
+
+    # ---- what kind of connector this is
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: a store that is dropped is a later miss."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTideStats:
+        """Rebuild statistics in the API server's process."""
+        return KVTideStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVTidePromMetrics:
+        """Our counters among vLLM's own metrics."""
+        return KVTidePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # ---- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """The KV memory is there: find out what it is, and join the node."""
+        if self._is_off:
+            return
+        self._worker = self._guarded(
+            lambda: build_worker(
+                kv_caches, self._vllm_config, self._kv_cache_config, self._config
+            ),
+            None,
+        )
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Before the forward: the last moment of blocks that were given away."""
+        worker, plan = self._worker, kv_connector_metadata
+        if worker is not None and isinstance(plan, StepPlan):
+            self._guarded(lambda: worker.handle_preemptions(plan), None)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Hand this step's loads to the mover threads."""
+        worker, plan = self._worker, self._get_connector_metadata()
+        if worker is not None and isinstance(plan, StepPlan):
+            worker.start_loads(plan)  # unguarded: it reports every load, whatever happens
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All loads are asynchronous: nothing to wait for."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Blocks are stored whole, after the forward."""
+
+    def wait_for_save(self) -> None:
+        """After the forward: copy this step's stores."""
+        worker, plan = self._worker, self._get_connector_metadata()
+        if worker is not None and isinstance(plan, StepPlan):
+            self._guarded(lambda: worker.wait_for_save(plan), None)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads that have ended."""
+        worker = self._worker
+        ended = worker.take_ended() if worker is not None else set()
+        return KVConnectorTransferResults(finished_recving=ended)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of those loads that the engine must compute."""
+        return self._worker.take_load_errors() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> WorkerCounts | None:
+        """This worker's counters since the last step."""
+        if self._worker is None:
+            return None
+        counts = self._worker.counters.take()
+        return WorkerCounts(counts) if counts else None
+
+    # ---- scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """The engine's cache manager, asked who owns a block."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.bind(kv_cache_manager)
+
+    def on_new_request(self, request: Any) -> None:
+        """Send the lookup."""
+        scheduler = self._scheduler
+        if scheduler is not None:
+            self._guarded(lambda: scheduler.on_new_request(request), None)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """External tokens; None: ask again. All loads are asynchronous."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return 0, False
+        self._asked_local_tokens = num_computed_tokens
+        tokens: int | None = self._guarded(lambda: scheduler.matched_tokens(request, num_computed_tokens), 0)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        """Blocks are allocated. A load that we fail to plan is reported as failed."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return
+        block_ids = blocks.get_block_ids()[0]
+        is_done = self._guarded(
+            lambda: scheduler.allocated(request, block_ids, num_external_tokens), False
+        )
+        if num_external_tokens > 0 and not is_done:
+            local = self._asked_local_tokens
+            ends = (local, local + num_external_tokens)
+            first, end = (tokens // self._kv_block_tokens for tokens in ends)
+            self._orphans.append(LoadJob(request.request_id, block_ids[first:end], []))
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
+        """This step's plan."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return StepPlan()
+        plan = self._guarded(lambda: scheduler.build_plan(scheduler_output), None)
+        if plan is None:
+            plan = StepPlan(loads=scheduler.take_new_loads())
+        plan.loads += self._orphans
+        self._orphans = []
+        return plan
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers report."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return
+        counts = connector_output.kv_connector_worker_meta
+        ended = connector_output.finished_recving or set()
+        failed = connector_output.invalid_block_ids or set()
+        if isinstance(counts, WorkerCounts):
+            scheduler.worker_counts(counts.counts)
+        if ended:
+            self._guarded(lambda: scheduler.loads_ended(ended, failed), None)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended; its blocks are free at once."""
+        scheduler = self._scheduler
+        if scheduler is not None:
+            self._guarded(lambda: scheduler.request_finished(request, block_ids), None)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same, as vLLM calls it for connectors that know several groups."""
+        return self.request_finished(request, block_ids[0] if block_ids else [])
+
+    def has_pending_push_work(self) -> bool:
+        """Keep the engine stepping while blocks of ended requests are to be copied."""
+        scheduler = self._scheduler
+        return scheduler is not None and self._guarded(lambda: scheduler.has_work, False)
+
+    def reset_cache(self) -> bool:
+        """Nothing that was stored before can be reached from now on. Never fails."""
+        scheduler = self._scheduler
+        if scheduler is not None:
+            self._guarded(scheduler.reset_cache, None)
+        return True
+
+    def get_kv_connector_stats(self) -> KVTideStats | None:
+        """Counters for vLLM's own log and metrics; the scheduler has those of the workers too."""
+        if self._scheduler is None:
+            return None
+        counts = self._scheduler.take_stats()
+        return KVTideStats(data=counts) if counts else None
+
+    # ---- both
+
+    def shutdown(self) -> None:
+        """End threads and connections in bounded time."""
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close(CLOSE_S_MAX)
+        self._is_off = True

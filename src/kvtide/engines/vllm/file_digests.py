@@ -1,0 +1,174 @@
+"""Digests of files, read once: what names weights and adapters by their content.
+
+Reading a checkpoint takes seconds to minutes, so what was read is kept for later starts by
+(device, inode, size, mtime, ctime): the kernel moves the ctime with every write, and nobody can
+set it, so equal numbers mean equal bytes. Rejected: samples of a file (a fine-tune may differ in
+one layer), and trusting names, sizes or mtimes alone.
+
+Losing what is kept costs time only. It is believed only if the file it stands in belongs to this
+user, nobody else can write it, and its own checksum is right; anything else is as if it were not
+there. Several processes may share the directory: files appear whole, by renaming.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtide.units import MiB
+
+READ_BYTES = 4 * MiB
+"""Read and hashed at a time: outside the GIL, and short enough to stop within a moment."""
+
+KEPT_MAX = 4096
+"""Digests kept on disk, the oldest go first: a few hundred models of many files."""
+
+SETTLE_NS = 2_000_000_000
+"""A file changed so shortly before it was read is not kept: file systems have coarse clocks."""
+
+_KEPT_BYTES_MAX = 4096
+
+
+class FileIdentity(NamedTuple):
+    """What the kernel says of a file; two reads with equal identities saw equal bytes."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> "FileIdentity":
+        """Ask for it; symbolic links are followed."""
+        return cls._from(path.stat())
+
+    @classmethod
+    def _from(cls, status: os.stat_result) -> "FileIdentity":
+        return cls(
+            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        )
+
+
+class ReadStopped(Exception):
+    """The reader was asked to stop: nothing is known of the file."""
+
+
+class FileChanged(Exception):
+    """A file was written while it was read, twice."""
+
+
+def cache_directory(environment: Mapping[str, str], home: Path) -> Path:
+    """Where digests are kept: below `XDG_CACHE_HOME`, or `~/.cache`."""
+    base = environment.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else home / ".cache") / "kvtide" / "weights"
+
+
+def lower_priority() -> None:
+    """Make the calling thread the last to get a processor (on Linux this is per thread)."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+class FileDigests:
+    """SHA-256 of files. Has no state but the directory: any thread may call it.
+
+    Args:
+        directory: where digests are kept between starts; made when it is first needed.
+        clock_ns: the realtime that the times of files are compared with.
+    """
+
+    def __init__(self, directory: Path, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self._directory = directory
+        self._clock_ns = clock_ns
+
+    def find(self, identity: FileIdentity) -> bytes | None:
+        """The digest of the file with this identity, if it was read before."""
+        try:
+            with self._place(identity).open("rb", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+                    return None
+                kept = json.loads(file.read(_KEPT_BYTES_MAX))
+            digest = bytes.fromhex(kept["sha256"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return digest if kept == _record(identity, digest) else None
+
+    def read(
+        self,
+        path: Path,
+        stopped: Callable[[], bool] = lambda: False,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> tuple[FileIdentity, bytes]:
+        """Read a whole file and keep its digest.
+
+        A file that changes meanwhile is read once more; `progress` is told the bytes read, and
+        takes them back by a negative number. Raises FileChanged, ReadStopped, or OSError.
+        """
+        for _ in range(2):
+            began_ns = self._clock_ns()
+            identity, digest = _identity_and_digest(path, stopped, progress)
+            if identity == FileIdentity.of(path):
+                if began_ns - identity.ctime_ns > SETTLE_NS:
+                    self._keep(identity, digest)
+                return identity, digest
+            progress(-identity.size_bytes)
+        raise FileChanged(str(path))
+
+    def _keep(self, identity: FileIdentity, digest: bytes) -> None:
+        """A directory that cannot be written is no failure: the next start reads again."""
+        place = self._place(identity)
+        temporary = place.with_name(f"{place.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            with open(os.open(temporary, flags, 0o600), "wb", buffering=0) as file:
+                file.write(json.dumps(_record(identity, digest)).encode())
+            temporary.replace(place)
+            self._drop_oldest()
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    def _place(self, identity: FileIdentity) -> Path:
+        return self._directory / f"{identity.device:x}-{identity.inode:x}.json"
+
+    def _drop_oldest(self) -> None:
+        kept = list(os.scandir(self._directory))
+        if len(kept) <= KEPT_MAX:
+            return
+        kept.sort(key=lambda entry: entry.stat(follow_symlinks=False).st_mtime_ns)
+        for entry in kept[: len(kept) - KEPT_MAX]:
+            os.unlink(entry.path)
+
+
+def _record(identity: FileIdentity, digest: bytes) -> dict[str, object]:
+    said = json.dumps([*identity, digest.hex()]).encode()
+    return {
+        "identity": list(identity),
+        "sha256": digest.hex(),
+        "check": hashlib.sha256(said).hexdigest(),
+    }
+
+
+def _identity_and_digest(
+    path: Path, stopped: Callable[[], bool], progress: Callable[[int], None]
+) -> tuple[FileIdentity, bytes]:
+    """The identity of the file that was opened, before its first byte, and its digest."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        identity = FileIdentity._from(os.fstat(file.fileno()))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            progress(count)
+            if stopped():
+                raise ReadStopped
+    return identity, digest.digest()

@@ -1,0 +1,48 @@
+"""What the scheduler role tells the workers with each step. Small: it is pickled and broadcast."""
+
+from dataclasses import dataclass, field
+
+from kvtide.core.messages import Run
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Copy these runs' cells into these blocks, in order; then check every generation."""
+
+    request_id: str
+    block_ids: list[int]
+    runs: list[Run]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob:
+    """Copy these blocks into this run's cells, under a grant.
+
+    `connections` holds the number of each shard's writer, in the order of shards.
+    """
+
+    grant: int
+    connections: list[int]
+    block_ids: list[int]
+    run: Run
+
+
+@dataclass(slots=True)
+class StepPlan(KVConnectorMetadata):
+    """One step.
+
+    Attributes:
+        loads: to be started after the forward.
+        stores: whole blocks computed by the end of this step: copied after the forward.
+        rescues: blocks of requests that have ended: copied before the forward, which may
+            overwrite them.
+        condemned: requests whose running loads are to be reported failed (a reset).
+        has_forward: whether this step computes anything.
+    """
+
+    loads: list[LoadJob] = field(default_factory=list)
+    stores: list[StoreJob] = field(default_factory=list)
+    rescues: list[StoreJob] = field(default_factory=list)
+    condemned: list[str] = field(default_factory=list)
+    has_forward: bool = True

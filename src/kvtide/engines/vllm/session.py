@@ -1,0 +1,361 @@
+"""The scheduler role's side of the link: who we are, whether it is on, what the node answered.
+
+    worker facts (through the node) + engine fields + weights digest ─► fingerprint ─► Identity
+    ─► Serving ─► a new `Session`, which the hooks see
+
+Everything here runs on the link's thread and only hands over: `session` is replaced as a whole,
+answers go into a queue that the hooks drain. So the scheduler's thread never waits for the node.
+
+Ownership
+    session, off          written by the link's thread, read by the scheduler's; whole objects
+    answers               link's thread appends, the scheduler's takes, under `_arrived`
+    counters to send      the scheduler's thread adds (`count`), the link's takes, under `_arrived`
+"""
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+import kvtide
+from kvtide.config import Config
+from kvtide.core import messages as m
+from kvtide.core.keys import FORMAT_VERSION, FieldValue, encode, fingerprint
+from kvtide.core.reasons import Off, OffReason
+from kvtide.engines.vllm.facts import WorkerFacts
+from kvtide.engines.vllm.weights import Hashing, Known, WeightsDigest
+from kvtide.node.supervise import NodeStarter
+from kvtide.units import format_bytes
+from kvtide.wire.link import Link
+from kvtide.wire.places import Places
+
+logger = logging.getLogger("vllm.kvtide")
+
+EQUAL_IN_ALL_RANKS = ("worker.device", "worker.isa")
+"""Facts that no parallelism makes different; the others are equal in the ranks of one shard."""
+SHOWN_CHARACTERS_MAX = 64
+"""A field's value is shown up to here; longer ones by the digest of their encoding."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Session:
+    """One time of being served; another object means that everything asked before is void."""
+
+    node: bytes
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """What the scheduler role knows of its engine when it is built."""
+
+    engine_id: str
+    label: str
+    fields: Mapping[str, FieldValue]
+    weights: tuple[WeightsDigest, ...]
+    """Of the model, then of a draft model with weights of its own."""
+    worker_count: int
+    block_tokens: int
+    chunk_tokens: int
+    step_tokens: int
+    may_load: bool
+    may_store: bool
+    off: Off | None
+    """Off for as long as the engine lives: what it is, kvtide does not support."""
+
+
+class EngineSession:
+    """Keeps an engine known to the node."""
+
+    def __init__(self, identity: EngineIdentity, config: Config, places: Places) -> None:
+        self._identity = identity
+        self._config = config
+        self._places = places
+        self._incarnation = secrets.token_bytes(16)
+        self._starter = NodeStarter(config.runtime_dir)
+        self._arrived = threading.Condition()
+        self._answers: deque[m.Match | m.Pending | m.StoreAnswer] = deque()
+        self._counts: dict[str, int] = {}
+        self._facts: m.Workers | None = None
+        self._welcome: m.Welcome | None = None
+        self._sent: bytes | None = None  # the fingerprint, or b"" for an off, last said
+        self._line = ""
+        self.last_grant = 0
+        """The highest grant received; written by the scheduler's thread."""
+        self.session: Session | None = None
+        self.off: Off | None = None
+        self._link = Link(places.socket, self, "kvtide-scheduler")
+
+    # ---- the scheduler's thread
+
+    def start(self) -> None:
+        """Begin to look for a node, and to read the weights."""
+        if self._identity.off is not None:
+            self._turn_off(self._identity.off)
+        for weights in self._identity.weights:
+            weights.start()
+        self._link.start()
+
+    @property
+    def is_usable(self) -> bool:
+        """Served, and the node answers."""
+        return self.session is not None and self._link.is_usable
+
+    def send(self, message: m.Message) -> bool:
+        """Send without waiting; False where it cannot be sent."""
+        return self._link.send(message)
+
+    def take_answers(self, wait_s: float = 0.0) -> list[m.Match | m.Pending | m.StoreAnswer]:
+        """What the node has answered; waits at most so long for the first."""
+        with self._arrived:
+            if wait_s > 0 and not self._answers:
+                self._arrived.wait(wait_s)
+            answers = list(self._answers)
+            self._answers.clear()
+        return answers
+
+    def note_silence(self) -> None:
+        """A question was not answered in time."""
+        self._link.note_silence()
+
+    def count(self, increments: Mapping[str, int]) -> None:
+        """Add to what is sent to the node once a second."""
+        with self._arrived:
+            for name, increment in increments.items():
+                self._counts[name] = self._counts.get(name, 0) + increment
+
+    def close(self, timeout_s: float) -> None:
+        """End in bounded time."""
+        self._send_counts()
+        self._link.close(timeout_s / 2)
+        for weights in self._identity.weights:
+            weights.close(timeout_s / 4)
+
+    # ---- the link's thread
+
+    def hello(self) -> m.Message:
+        """Who we are."""
+        identity = self._identity
+        return m.SchedulerHello(
+            wire_version=m.WIRE_VERSION,
+            version=kvtide.__version__,
+            engine_id=identity.engine_id,
+            incarnation=self._incarnation,
+            pid=os.getpid(),
+            label=identity.label,
+            worker_count=identity.worker_count,
+            may_load=identity.may_load,
+            may_store=identity.may_store,
+            last_grant=self.last_grant,
+            settings={
+                shown.name: shown.value
+                for shown in self._config.effective()
+                if shown.owner == "node" and shown.source != "default"
+            },
+        )
+
+    def on_up(self, welcome: m.Welcome) -> None:
+        """The node has taken us; its word on the workers follows."""
+        self._welcome = welcome
+        self._facts = None
+        self._sent = None
+        self._warn_of_settings(welcome)
+        if self._identity.off is not None:
+            self._link.send(self._message(b"", b"", {}, [], self._identity.off))
+
+    def _warn_of_settings(self, welcome: m.Welcome) -> None:
+        for shown in self._config.effective():
+            theirs = welcome.settings.get(shown.name)
+            if shown.source != "default" and theirs is not None and theirs != shown.value:
+                self._say(
+                    f"kvtide: {shown.source} asks for {shown.name} {shown.value}, but node "
+                    f"{welcome.pid} runs with {theirs} and keeps it until it ends"
+                )
+
+    def on_message(self, message: m.Message, descriptors: list[int]) -> None:
+        """Answers are handed over; what concerns our identity is handled here."""
+        for descriptor in descriptors:
+            os.close(descriptor)
+        match message:
+            case m.Match() | m.Pending() | m.StoreAnswer():
+                with self._arrived:
+                    self._answers.append(message)
+                    self._arrived.notify_all()
+            case m.Workers():
+                self._facts = message
+                self._identify()
+            case m.Serving(off_reason, off_detail):
+                self._serving(off_reason, off_detail)
+
+    def on_down(self, *, node_is_dead: bool) -> None:
+        """Everything asked is void; a dead node is replaced."""
+        self.session = None
+        with self._arrived:
+            self._answers.clear()
+            self._arrived.notify_all()
+        if node_is_dead:
+            self._starter.dead(time.monotonic())
+
+    def on_refused(self, refused: m.Refused) -> None:
+        """Another version, or an engine_id that is in use: off until that changes."""
+        self._turn_off(Off(OffReason(refused.reason), refused.detail))
+
+    def on_absent(self) -> None:
+        """No node: start one, unless settings or `kvtide stop` forbid it."""
+        if self._identity.off is not None:
+            return
+        if not self._config.engine.start_node:
+            self._turn_off(Off(OffReason.NODE_UNREACHABLE, f"none at {self._places.socket}"))
+        elif not self._link.stopped_on_purpose:
+            self._starter.absent(time.monotonic())
+            if self._starter.has_given_up:
+                detail = f"see {self._places.log}"
+                if self._starter.error:
+                    detail = self._starter.error
+                self._turn_off(Off(OffReason.NODE_ENDS_AT_START, detail))
+
+    def on_pulse(self) -> None:
+        """Once a second: counts, and what the weights' digest has come to."""
+        self._send_counts()
+        self._identify()
+
+    def _send_counts(self) -> None:
+        with self._arrived:
+            counts, self._counts = self._counts, {}
+        if counts and not self._link.send(m.Counts(counts)):
+            self.count(counts)
+
+    # ---- identity
+
+    def _identify(self) -> None:
+        """Say what we are as soon as it is known, and again when it changes."""
+        facts = self._facts
+        if facts is None or self._identity.off is not None:
+            return
+        found = self._fingerprint(facts)
+        if isinstance(found, Off):
+            self._turn_off(found)
+            if self._sent != b"":
+                self._sent = b""
+                self._link.send(self._message(b"", b"", {}, facts.cell_bytes, found))
+            return
+        value, weights, fields = found
+        if self._sent == value:
+            return
+        self._sent = value
+        shown = {name: _shown(field) for name, field in fields.items()}
+        self._link.send(self._message(value, weights, shown, facts.cell_bytes, None))
+
+    def _fingerprint(self, facts: m.Workers) -> tuple[bytes, bytes, dict[str, FieldValue]] | Off:
+        fields = dict(self._identity.fields)
+        worker_fields = _agreed(facts.facts)
+        if isinstance(worker_fields, Off):
+            return worker_fields
+        fields |= worker_fields
+        fields["kvtide.format"] = FORMAT_VERSION
+        fields["kvtide.chunk_tokens"] = self._identity.chunk_tokens
+        fields["kvtide.cell_bytes"] = list(facts.cell_bytes)
+        digests = []
+        for weights in self._identity.weights:
+            match weights.poll():
+                case Known(digest):
+                    digests.append(digest)
+                case Hashing(done_bytes, total_bytes, eta_s):
+                    return Off(
+                        OffReason.WEIGHTS_HASHING, _progress(done_bytes, total_bytes, eta_s)
+                    )
+                case Off() as off:
+                    return off
+        fields["weights"] = list(digests)
+        return fingerprint(fields), b"".join(digests), fields
+
+    def _message(
+        self,
+        value: bytes,
+        weights: bytes,
+        shown: dict[str, str],
+        cell_bytes: list[int],
+        off: Off | None,
+    ) -> m.Identity:
+        identity = self._identity
+        return m.Identity(
+            fingerprint=value,
+            weights=weights,
+            fields=shown,
+            block_tokens=identity.block_tokens,
+            chunk_tokens=identity.chunk_tokens,
+            cell_bytes=cell_bytes,
+            step_tokens=identity.step_tokens,
+            off_reason=off.reason if off else "",
+            off_detail=off.detail if off else "",
+        )
+
+    def _serving(self, off_reason: str, off_detail: str) -> None:
+        if off_reason:
+            self._turn_off(Off(OffReason(off_reason), off_detail))
+            return
+        welcome, value = self._welcome, self._sent
+        if welcome is None or not value:
+            return
+        self.off = None
+        self._starter.short_lives = 0
+        self.session = Session(welcome.node, value)
+        self._say(
+            f"kvtide on: node {welcome.pid}, host {format_bytes(welcome.host_bytes)}, "
+            f"fingerprint {value.hex()[:8]}, blocks of {self._identity.block_tokens}, "
+            f"chunks of {self._identity.chunk_tokens}"
+        )
+
+    def _turn_off(self, off: Off) -> None:
+        self.session = None
+        is_news = self.off is None or self.off.reason != off.reason
+        self.off = off
+        if is_news:
+            self._say(f"kvtide off: {off}")
+
+    def _say(self, line: str) -> None:
+        """One line in the engine's log; the same line is not said twice in a row."""
+        if line != self._line:
+            self._line = line
+            logger.info("%s", line)
+
+
+def _agreed(facts: list[dict[str, Any]]) -> dict[str, FieldValue] | Off:
+    """What all workers have in common, and what each shard's pages are; Off where they differ."""
+    try:
+        workers = [msgspec.convert(fact, WorkerFacts) for fact in facts]
+    except msgspec.ValidationError as error:
+        return Off(OffReason.WORKERS_DIFFER, f"facts that cannot be read: {error}")
+    shards: dict[int, dict[str, FieldValue]] = {}
+    for worker in workers:
+        fields = worker.fields()
+        of_shard = shards.setdefault(worker.shard_index, fields)
+        for name, value in fields.items():
+            must_equal = workers[0].fields() if name in EQUAL_IN_ALL_RANKS else of_shard
+            if value != must_equal[name]:
+                return Off(OffReason.WORKERS_DIFFER, f"{name} of rank {worker.rank}")
+    if sorted(shards) != list(range(workers[0].shard_count)):
+        return Off(OffReason.WORKERS_DIFFER, f"shards {sorted(shards)} are there")
+    return {
+        name: value if name in EQUAL_IN_ALL_RANKS else [shards[i][name] for i in sorted(shards)]
+        for name, value in shards[0].items()
+    }
+
+
+def _progress(done_bytes: int, total_bytes: int, eta_s: float | None) -> str:
+    known = f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)} read"
+    return known if eta_s is None else f"{known}, {eta_s:.0f} s to go"
+
+
+def _shown(value: FieldValue) -> str:
+    text = value.hex() if isinstance(value, bytes) else str(value)
+    if len(text) <= SHOWN_CHARACTERS_MAX:
+        return text
+    return "digest " + fingerprint({"value": encode(value)}).hex()[:16]

@@ -1,0 +1,106 @@
+"""One request as the scheduler role sees it, and which requests are left alone."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtide.config import EngineConfig
+from kvtide.core import messages as m
+from kvtide.core.chain import Chain
+from kvtide.core.keys import Item
+from kvtide.core.plan import StorePlan
+from kvtide.core.reasons import MissReason
+
+
+@dataclass(slots=True)
+class Question:
+    """A lookup on its way, or answered. `first` is its answer while a probe asks for the rest."""
+
+    number: int
+    sent_ms: int
+    sent_s: float
+    is_pending: bool = False
+    first: m.Match | None = None
+    match: m.Match | None = None
+    answered_ms: int = 0
+
+    @property
+    def leases(self) -> list[int]:
+        """The leases that its answers carry; the probe's replaces the lookup's."""
+        answers = [self.match] if self.match is not None else [self.first]
+        return [answer.lease for answer in answers if answer is not None and answer.lease]
+
+
+@dataclass(slots=True)
+class Load:
+    """A load that the engine has allocated blocks for.
+
+    `names` says what it brings (chunk keys, block digests), so that nobody in this engine loads
+    the same a second time meanwhile.
+    """
+
+    lease: int
+    block_ids: list[int]
+    names: list[bytes]
+
+
+@dataclass(slots=True)
+class Tracker:
+    """What is remembered of one request between hooks.
+
+    Attributes:
+        request: vLLM's object; its token list and counts are read when needed, never copied.
+        arrived_s: when it came.
+        chain: its keys; None where it is left alone.
+        no_load: why it is not looked up (any more); None while it may be.
+        question: the lookup in force.
+        local_tokens: tokens that the engine's own cache had at the last look.
+        load: the load that runs.
+        loaded_tokens: what its last load brought.
+        is_counted: whether its prompt tokens were counted.
+        store: None where nothing is stored (yet).
+        storable_tokens: known and computed by the end of the last step.
+        prefill_end_block: whole blocks at the end of the prefill, whose tail is stored; 0 before.
+        is_preempted: waits without blocks.
+        blocks: its block ids as of `blocks_step`, for what is copied once they are not its own.
+        ended_ms: when it ended; None while it lives.
+    """
+
+    request: Any
+    arrived_s: float
+    chain: Chain | None = None
+    no_load: MissReason | None = None
+    question: Question | None = None
+    local_tokens: int = 0
+    load: Load | None = None
+    loaded_tokens: int = 0
+    is_counted: bool = False
+    store: StorePlan | None = None
+    storable_tokens: int = 0
+    prefill_end_block: int = 0
+    is_preempted: bool = False
+    blocks: list[int] = field(default_factory=list)
+    blocks_step: int = -1
+    ended_ms: int | None = None
+
+
+def refusal(request: Any, settings: EngineConfig) -> MissReason | None:
+    """Why this request is neither looked up nor stored; None where it may be."""
+    params = request.kv_transfer_params
+    if isinstance(params, dict) and params.get("kvtide") == "off":
+        return MissReason.OPTED_OUT
+    if request.prompt_embeds is not None:
+        return MissReason.PROMPT_EMBEDS
+    if request.resumable:
+        return MissReason.STREAMING
+    trusted = request.cache_salt or settings.multimodal_ids == "trusted"
+    if request.mm_features and not trusted:
+        return MissReason.MULTIMODAL
+    return None
+
+
+def items_of(request: Any) -> list[Item]:
+    """The multimodal items of a request, in order."""
+    return [
+        Item(feature.mm_position.offset, feature.mm_position.length, feature.identifier.encode())
+        for feature in sorted(request.mm_features or (), key=lambda f: f.mm_position.offset)
+    ]

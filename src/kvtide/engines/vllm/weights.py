@@ -1,0 +1,463 @@
+"""Weights digest: names the bytes a model computes with, so that no hit mixes two checkpoints.
+
+The digest is the SHA-256 of the sorted list of the SHA-256 of each weight file that vLLM's loader
+reads. Every byte counts; names and places do not, so a model copied elsewhere has the same digest.
+The engine never waits for it:
+
+    start() ─► list files ─► each file:  named by its SHA-256 (a Hugging Face blob)
+                                              ─► counts at once, read behind that
+                                         read at an earlier start, unchanged ─► counts at once
+                                         else ─► read now
+    poll()  ─► Hashing(…) … Known(digest)          or Off: a file cannot be read, changes, or lies
+
+Rejected: hashing in the workers (they are busy loading, and only the scheduler role needs it), and
+a digest of the model's name and revision (says nothing of a directory).
+
+Ownership: of WeightsDigest, `_files` is made by the first thread, which then starts the others; a
+file belongs to the thread that took it from `_queue`; results, `_state`, `_threads` and the byte
+counts change under `_lock`. Of AdapterDigests, `_adapters` changes under `_lock`. Their creator
+calls everything else; `close` joins the threads.
+"""
+
+import hashlib
+import json
+import os
+import queue
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from kvtide.core.reasons import Off, OffReason
+from kvtide.engines.vllm.file_digests import (
+    FileChanged,
+    FileDigests,
+    FileIdentity,
+    ReadStopped,
+    lower_priority,
+)
+
+ADAPTERS_MAX = 1024
+"""Adapters an engine may name; those beyond are not cached, so that no caller grows the table."""
+
+_BLOB_NAME = re.compile(r"[0-9a-f]{64}")
+
+_PATTERNS: dict[str, tuple[str, ...]] = {
+    "hf": ("*.safetensors", "*.bin", "*.pt"),
+    "safetensors": ("*.safetensors",),
+    "fastsafetensors": ("*.safetensors",),
+    "instanttensor": ("*.safetensors",),
+    "mistral": ("consolidated*.safetensors",),
+    "pt": ("*.pt",),
+}
+"""Load formats that read local files as they are; the first pattern that fits anything counts."""
+
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+_TOO_NEW = "{path} changed after the engine began; start it again"
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWeights:
+    """Weights in files: a directory and vLLM's `load_format`."""
+
+    directory: Path
+    load_format: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class DummyWeights:
+    """Weights that the engine makes up from a seed and the model's config, encoded canonically."""
+
+    seed: int
+    config: bytes
+
+
+Weights: TypeAlias = LocalWeights | DummyWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The digest, 32 bytes."""
+
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Hashing:
+    """Files are still being read; `eta_s` is None until something can be said."""
+
+    done_bytes: int
+    total_bytes: int
+    eta_s: float | None
+
+
+State: TypeAlias = Known | Hashing | Off
+
+
+def weight_files(weights: LocalWeights) -> tuple[Path, ...] | Off:
+    """The files that vLLM's default loader reads, chosen by its own rules.
+
+    The first pattern of the load format that fits anything; of safetensors files only those in
+    the index, where there is one; no optimizer states.
+    """
+    directory, load_format = weights.directory, weights.load_format
+    if not directory.is_dir():
+        return Off(OffReason.WEIGHTS_NOT_LOCAL, f"{directory} is not a directory")
+    if load_format == "auto":
+        consolidated = any(path.is_file() for path in directory.rglob("consolidated*.safetensors"))
+        load_format = "mistral" if consolidated else "hf"
+    if load_format not in _PATTERNS:
+        return Off(OffReason.WEIGHTS_NOT_LOCAL, f"load_format {load_format} reads no plain files")
+    for pattern in _PATTERNS[load_format]:
+        files = sorted(directory.glob(pattern))
+        if files:
+            break
+    else:
+        return Off(OffReason.WEIGHTS_NOT_LOCAL, f"no weight files in {directory}")
+    if not pattern.endswith(".safetensors"):
+        return tuple(path for path in files if not path.name.endswith(_NOT_WEIGHTS))
+    prefix = "consolidated" if load_format == "mistral" else "model"
+    return _only_indexed(files, directory / f"{prefix}.safetensors.index.json")
+
+
+def _only_indexed(files: Sequence[Path], index: Path) -> tuple[Path, ...] | Off:
+    if not index.is_file():
+        return tuple(files)
+    try:
+        indexed = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        return Off(OffReason.FIELD_UNKNOWN, f"weights: cannot read {index}: {error!r}")
+    missing = indexed - {path.name for path in files}
+    if missing:
+        return Off(OffReason.FIELD_UNKNOWN, f"weights: {index} names {min(missing)}, not there")
+    return tuple(path for path in files if path.name in indexed)
+
+
+def combined_digest(digests: Sequence[bytes]) -> bytes:
+    """The digest of a set of files, from the digest of each."""
+    assert digests, "weights have at least one file"
+    return hashlib.sha256(b"".join(sorted(digests))).digest()
+
+
+def process_began_ns() -> int:
+    """When this process was started, on the realtime clock, to about 10 ms."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    ticks = int(fields[19])  # field 22 of the line; the first two are cut off above
+    since_boot_ns = ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - since_boot_ns)
+
+
+@dataclass(slots=True)
+class _File:
+    """One weight file: `claimed` is what its name says, `digest` what reading it said."""
+
+    path: Path
+    identity: FileIdentity
+    claimed: bytes | None
+    digest: bytes | None
+
+
+class WeightsDigest:
+    """Finds the digest of one checkpoint in the background.
+
+    Args:
+        weights: what the engine loads.
+        digests: how files are read, and where their digests are kept.
+        thread_count: threads that read files side by side.
+        unchanged_since_ns: a file changed after this moment (realtime) turns caching off, because
+            the engine may have loaded what was there before; `process_began_ns()` of the engine.
+            None: not checked.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        digests: FileDigests,
+        *,
+        thread_count: int = 2,
+        unchanged_since_ns: int | None = None,
+    ) -> None:
+        assert thread_count > 0, thread_count
+        self._weights = weights
+        self._digests = digests
+        self._thread_count = thread_count
+        self._unchanged_since_ns = unchanged_since_ns
+        self._lock = threading.Condition()
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._files: tuple[_File, ...] = ()
+        self._queue: deque[_File] = deque()
+        self._state: Known | Off | None = None
+        self._idle = False
+        self._began_s = 0.0
+        self._done_bytes = 0
+        self._total_bytes = 0
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        match self._weights:
+            case DummyWeights(seed, config):
+                said = b"kvtide dummy weights %d " % seed + config
+                self._settle(Known(hashlib.sha256(said).digest()))
+                self._rest()
+            case LocalWeights():
+                self._begin(self._run)
+
+    def poll(self) -> State:
+        """What is known now. Known may still become Off, while blobs are being verified."""
+        with self._lock:
+            if self._state is not None:
+                return self._state
+            done, total, eta_s = self._done_bytes, self._total_bytes, None
+            if done:
+                eta_s = (total - done) * (time.monotonic() - self._began_s) / done
+            return Hashing(done, total, eta_s)
+
+    def wait(self, timeout_s: float, *, verified: bool = False) -> State:
+        """Wait until the digest is known, or until every file has been read as well."""
+        with self._lock:
+            self._lock.wait_for(
+                lambda: self._idle or (self._state is not None and not verified), timeout_s
+            )
+        return self.poll()
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Stop reading and join the threads; one that is stuck in a read is left behind."""
+        self._stop.set()
+        deadline_s = time.monotonic() + timeout_s
+        with self._lock:
+            threads = tuple(self._threads)
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(
+            target=self._guarded, args=(work,), name="kvtide-weights", daemon=True
+        )
+        with self._lock:
+            self._threads.append(thread)
+        thread.start()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """The boundary of each thread: whatever goes wrong in it turns caching off, by name."""
+        lower_priority()
+        try:
+            work()
+        except Exception as error:
+            self._fail(OffReason.FIELD_UNKNOWN, f"weights: {error!r}")
+            self._rest()
+
+    def _run(self) -> None:
+        """The first thread: list the files, take what is known, share out the rest."""
+        files = self._plan()
+        if isinstance(files, Off):
+            self._settle(files)
+            self._rest()
+            return
+        # Files that nothing is known of come first: the digest waits for them alone.
+        unread = sorted(
+            (file for file in files if file.digest is None), key=lambda file: bool(file.claimed)
+        )
+        with self._lock:
+            self._files = files
+            self._queue.extend(unread)
+            self._began_s = time.monotonic()
+            self._total_bytes = sum(
+                file.identity.size_bytes for file in unread if file.claimed is None
+            )
+        self._conclude()
+        for _ in range(min(self._thread_count, len(unread)) - 1):
+            self._begin(self._drain)
+        self._drain()
+
+    def _plan(self) -> tuple[_File, ...] | Off:
+        assert isinstance(self._weights, LocalWeights), self._weights
+        paths = weight_files(self._weights)
+        if isinstance(paths, Off):
+            return paths
+        files = []
+        for path in paths:
+            identity = FileIdentity.of(path)
+            file = _File(path, identity, _claimed(path), self._digests.find(identity))
+            if self._too_new(file, identity):
+                return Off(OffReason.WEIGHTS_CHANGE, _TOO_NEW.format(path=path))
+            files.append(file)
+        return tuple(files)
+
+    def _too_new(self, file: _File, identity: FileIdentity) -> bool:
+        """A blob may be new: the engine may just have fetched it, and its name says what it is."""
+        since_ns = self._unchanged_since_ns
+        return file.claimed is None and since_ns is not None and identity.ctime_ns > since_ns
+
+    def _drain(self) -> None:
+        """Each thread: read files until none is left. The last one to end says so."""
+        while not self._stop.is_set():
+            try:
+                file = self._queue.popleft()
+            except IndexError:
+                break
+            self._read(file)
+        if self._stop.is_set() or all(file.digest is not None for file in self._files):
+            self._rest()
+
+    def _read(self, file: _File) -> None:
+        progress = self._progress if file.claimed is None else lambda _: None
+        try:
+            identity, digest = self._digests.read(file.path, self._stop.is_set, progress)
+        except ReadStopped:
+            return
+        except FileChanged:
+            self._fail(OffReason.WEIGHTS_CHANGE, f"{file.path} is being written")
+            return
+        except OSError as error:
+            self._fail(OffReason.FIELD_UNKNOWN, f"weights: {file.path}: {error.strerror}")
+            return
+        if self._too_new(file, identity):
+            self._fail(OffReason.WEIGHTS_CHANGE, _TOO_NEW.format(path=file.path))
+            return
+        with self._lock:
+            file.digest = digest
+        self._conclude()
+
+    def _progress(self, byte_count: int) -> None:
+        with self._lock:
+            self._done_bytes += byte_count
+
+    def _conclude(self) -> None:
+        """Say what follows from the digests there are."""
+        lie = next((file.path for file in self._files if _lies(file)), None)
+        if lie is not None:
+            self._fail(OffReason.WEIGHTS_CHANGE, f"{lie} does not hold what its name says")
+            return
+        digests = [file.digest or file.claimed for file in self._files]
+        known = [digest for digest in digests if digest is not None]
+        if len(known) == len(self._files):
+            self._settle(Known(combined_digest(known)))
+
+    def _fail(self, reason: OffReason, detail: str) -> None:
+        self._settle(Off(reason, detail))
+        self._stop.set()
+
+    def _settle(self, state: Known | Off) -> None:
+        """Off is final."""
+        with self._lock:
+            if not isinstance(self._state, Off):
+                self._state = state
+            self._lock.notify_all()
+
+    def _rest(self) -> None:
+        with self._lock:
+            self._idle = True
+            self._lock.notify_all()
+
+
+def _claimed(path: Path) -> bytes | None:
+    """The SHA-256 that the name of a Hugging Face blob promises: `../../blobs/<64 hex digits>`."""
+    if not path.is_symlink():
+        return None
+    blob = path.resolve()
+    if blob.parent.name != "blobs" or not _BLOB_NAME.fullmatch(blob.name):
+        return None
+    return bytes.fromhex(blob.name)
+
+
+def _lies(file: _File) -> bool:
+    return None not in (file.claimed, file.digest) and file.claimed != file.digest
+
+
+@dataclass(slots=True)
+class _Adapter:
+    """One adapter directory; `identities` are those of its files when it was first named."""
+
+    files: tuple[Path, ...]
+    identities: tuple[FileIdentity, ...]
+    digest: bytes | None = None
+    distrusted: bool = False
+
+
+class AdapterDigests:
+    """Digests of LoRA directories: config and weights by content, found in the background.
+
+    An adapter whose files change while the engine runs is never known again: the engine may hold
+    the old bytes or the new ones, and nothing tells which.
+    """
+
+    def __init__(self, digests: FileDigests) -> None:
+        self._digests = digests
+        self._lock = threading.Lock()
+        self._adapters: dict[str, _Adapter] = {}
+        self._queue: queue.SimpleQueue[_Adapter | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def digest(self, path: str) -> bytes | None:
+        """The digest (32 bytes) of the adapter at this path, or None: not known yet, or never.
+
+        Called for each request with an adapter, on the scheduler's thread: costs a `stat` of two
+        files and never reads one.
+        """
+        try:
+            files = _adapter_files(Path(path).expanduser())
+            identities = tuple(FileIdentity.of(file) for file in files)
+        except (OSError, RuntimeError):
+            return None
+        with self._lock:
+            adapter = self._adapters.get(path)
+            if adapter is None:
+                if files and len(self._adapters) < ADAPTERS_MAX and not self._stop.is_set():
+                    self._begin(path, _Adapter(files, identities))
+                return None
+            if (adapter.files, adapter.identities) != (files, identities):
+                adapter.distrusted = True
+            return None if adapter.distrusted else adapter.digest
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Stop reading and join the thread."""
+        self._stop.set()
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _begin(self, path: str, adapter: _Adapter) -> None:
+        self._adapters[path] = adapter
+        self._queue.put(adapter)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvtide-adapters", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        lower_priority()
+        while (adapter := self._queue.get()) is not None:
+            try:
+                digest = self._content_digest(adapter)
+            except (ReadStopped, FileChanged, OSError):
+                digest = None
+            with self._lock:
+                adapter.digest = digest
+                adapter.distrusted |= digest is None
+
+    def _content_digest(self, adapter: _Adapter) -> bytes | None:
+        """Names count here: they say which bytes are the config and which the weights."""
+        whole = hashlib.sha256()
+        for path, identity in zip(adapter.files, adapter.identities, strict=True):
+            digest = self._digests.find(identity)
+            if digest is None:
+                read, digest = self._digests.read(path, self._stop.is_set)
+                if read != identity:
+                    return None
+            whole.update(b"%b\0%b" % (path.name.encode(), digest))
+        return whole.digest()
+
+
+def _adapter_files(directory: Path) -> tuple[Path, ...]:
+    """What vLLM reads of an adapter: its config and the first kind of weights that is there."""
+    for name in _ADAPTER_WEIGHTS:
+        weights = directory / name
+        if weights.is_file():
+            return (directory / "adapter_config.json", weights)
+    return ()

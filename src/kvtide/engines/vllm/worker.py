@@ -1,0 +1,355 @@
+"""The worker role: maps regions, copies, verifies, reports. Decides nothing.
+
+    start_load_kv        hands loads to mover threads
+    wait_for_save        copies this step's stores, on the main thread
+    handle_preemptions   copies blocks whose owner is gone, before the forward overwrites them
+    get_transfer_results what has ended since, each load exactly once
+
+A load is good when every generation is still the planned one *after* the copy; else its blocks are
+reported as failed and the engine computes them.
+
+Ownership
+    grants held, connection number   under `_lock`: a hello and a copy's start exclude each other
+    loads running and ended          mover threads put, the main thread takes, through queues
+    regions                          `MappedRegions`
+"""
+
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from kvtide.core import messages as m
+from kvtide.core.messages import Run
+from kvtide.engines.vllm.facts import WorkerFacts
+from kvtide.engines.vllm.metadata import LoadJob, StepPlan, StoreJob
+from kvtide.memory.mapped import MappedRegions
+from kvtide.memory.region import MappedRegion
+from kvtide.metrics import Counters
+from kvtide.movers.base import CellPlace, Mover
+from kvtide.wire.link import Link
+from kvtide.wire.places import Places
+
+logger = logging.getLogger("vllm.kvtide")
+
+LOAD_S_MAX = 2.0
+"""T_load: a load that has not ended so long after its plan is given up."""
+IDLE_WAIT_S = 0.005
+"""In a step without a forward, how long to wait for a running load instead of spinning."""
+LEAVE_S_MAX = 5.0
+SPLIT_BLOCKS_BYTES = 4 << 20
+"""A load of more than twice this is copied by two threads."""
+
+
+class _Load:
+    """One load on its way; pieces count down."""
+
+    def __init__(self, job: LoadJob, pieces: int) -> None:
+        self.job = job
+        self.pieces = pieces
+        self.failed: set[int] = set()
+        self.started_s = time.monotonic()
+
+
+class WorkerSide:
+    """One worker's half of the connector."""
+
+    def __init__(
+        self, engine_id: str, places: Places, facts: WorkerFacts, is_writer: bool, mover: Mover
+    ) -> None:
+        self._engine_id = engine_id
+        self._incarnation = secrets.token_bytes(16)
+        self._facts = facts
+        self._is_writer = is_writer
+        self._mover = mover
+        self._lock = threading.Lock()
+        self._connection: int | None = None
+        self._node = b""
+        self._held: set[int] = set()
+        self._plan = StepPlan()
+        self._loads: dict[str, _Load] = {}
+        self._condemned: set[str] = set()
+        self._ended: queue.SimpleQueue[_Load] = queue.SimpleQueue()
+        self._load_errors: set[int] = set()
+        self.counters = Counters()
+        self._processors = processors_of_process()
+        self._movers = ThreadPoolExecutor(
+            min(2, len(self._processors)),
+            thread_name_prefix="kvtide-mover",
+            initializer=use_processors,
+            initargs=(self._processors,),
+        )
+        self._regions = MappedRegions(self._region_open, self._region_failed, self._region_left)
+        self._link = Link(places.socket, self, "kvtide-worker")
+        self._link.start()
+
+    # ---- the step, on the main thread
+
+    def handle_preemptions(self, plan: StepPlan) -> None:
+        """Before the forward: copy what it may overwrite."""
+        self._store_all(plan.rescues)
+
+    def start_loads(self, plan: StepPlan) -> None:
+        """Hand loads to the mover threads; each will be reported once, whatever happens."""
+        self._plan = plan
+        self._condemned.update(plan.condemned)
+        for job in plan.loads:
+            pieces = self._cut(job)
+            load = self._loads[job.request_id] = _Load(job, len(pieces))
+            for block_ids, runs in pieces:
+                try:
+                    self._movers.submit(self._load_piece, load, block_ids, runs)
+                except RuntimeError:  # closed already
+                    load.failed.update(block_ids)
+                    self._ended.put(load)
+
+    def wait_for_save(self, plan: StepPlan) -> None:
+        """After the forward: copy this step's stores."""
+        self._store_all(plan.stores)
+
+    def take_ended(self) -> set[str]:
+        """The requests whose loads have ended since the last call, each exactly once."""
+        ended: set[str] = set()
+        wait_s = 0.0 if self._plan.has_forward else IDLE_WAIT_S
+        while self._loads:
+            try:
+                load = self._ended.get(timeout=wait_s) if wait_s else self._ended.get_nowait()
+            except queue.Empty:
+                break
+            load.pieces -= 1
+            if load.pieces:
+                continue
+            wait_s = 0.0
+            del self._loads[load.job.request_id]
+            ended.add(load.job.request_id)
+            self._settle(load)
+        return ended
+
+    def _settle(self, load: _Load) -> None:
+        if load.job.request_id in self._condemned:
+            self._condemned.discard(load.job.request_id)
+            load.failed.update(load.job.block_ids)
+        self._load_errors |= load.failed
+        good = len(load.job.block_ids) - len(load.failed)
+        self.counters.add("loaded_bytes", good * self._mover.payload_bytes)
+        self.counters.observe_s("load", time.monotonic() - load.started_s)
+
+    def take_load_errors(self) -> set[int]:
+        """Blocks whose load failed, of the loads just reported."""
+        errors, self._load_errors = self._load_errors, set()
+        return errors
+
+    # ---- loads, on mover threads
+
+    def _cut(self, job: LoadJob) -> list[tuple[list[int], list[Run]]]:
+        """One piece, or two halves where the copy is worth two threads."""
+        size_bytes = len(job.block_ids) * self._mover.payload_bytes
+        if size_bytes <= 2 * SPLIT_BLOCKS_BYTES or len(self._processors) < 2:
+            return [(job.block_ids, job.runs)]
+        half = len(job.block_ids) // 2
+        first: list[Run] = []
+        second: list[Run] = []
+        position = 0
+        for region, cell, count, generation in job.runs:
+            low = min(count, max(0, half - position))
+            if low:
+                first.append((region, cell, low, generation))
+            if count > low:
+                second.append((region, cell + low, count - low, generation))
+            position += count
+        return [(job.block_ids[:half], first), (job.block_ids[half:], second)]
+
+    def _load_piece(self, load: _Load, block_ids: list[int], runs: list[Run]) -> None:
+        """Copy, then verify; never raises, always reports."""
+        try:
+            failed = self._copy_in(load, block_ids, runs)
+        except Exception:
+            logger.exception("kvtide: a load failed; the engine computes its blocks")
+            failed = set(block_ids)
+        load.failed |= failed
+        self._ended.put(load)
+
+    def _copy_in(self, load: _Load, block_ids: list[int], runs: list[Run]) -> set[int]:
+        if time.monotonic() - load.started_s > LOAD_S_MAX:
+            return set(block_ids)
+        with self._regions.using({run[0] for run in runs}) as regions:
+            known, failed = _split(block_ids, runs, regions)
+            self._mover.load([block_id for block_id, _ in known], [cell for _, cell in known])
+            position = 0
+            for region, first_cell, count, generation in runs:
+                mapped = regions.get(region)
+                if mapped is not None:
+                    seen = mapped.generations[first_cell : first_cell + count].tolist()
+                    failed.update(
+                        block_id
+                        for block_id, found in zip(
+                            block_ids[position : position + count], seen, strict=True
+                        )
+                        if found != generation
+                    )
+                position += count
+            failed.update(block_ids[position:])
+            return failed
+
+    # ---- stores, on the main thread
+
+    def _store_all(self, jobs: Sequence[StoreJob]) -> None:
+        if not jobs or not self._is_writer:
+            return
+        started_s = time.monotonic()
+        for job in jobs:
+            self._store(job)
+        self.counters.observe_s("store", time.monotonic() - started_s)
+
+    def _store(self, job: StoreJob) -> None:
+        with self._lock:
+            if self._connection != job.connections[self._facts.shard_index]:
+                return  # granted on another connection: the node has taken it back already
+            self._held.add(job.grant)
+        is_ok = False
+        try:
+            with self._regions.using({job.run[0]}) as regions:
+                known, failed = _split(job.block_ids, [job.run], regions)
+                if not failed:
+                    self._mover.store([block for block, _ in known], [cell for _, cell in known])
+                    is_ok = True
+                del known
+        except Exception:
+            logger.exception("kvtide: a store failed; the engine goes on")
+        self._link.send(m.Stored(job.grant, is_ok))
+        with self._lock:
+            self._held.discard(job.grant)
+        if is_ok:
+            self.counters.add("stored_bytes", len(job.block_ids) * self._mover.payload_bytes)
+
+    # ---- the link, on its thread
+
+    def hello(self) -> m.Message:
+        """Name what this process may still write and read, and forget the old connection."""
+        with self._lock:
+            self._connection = None
+            held = sorted(self._held)
+        facts = self._facts
+        return m.WorkerHello(
+            wire_version=m.WIRE_VERSION,
+            engine_id=self._engine_id,
+            incarnation=self._incarnation,
+            pid=os.getpid(),
+            rank=facts.rank,
+            shard=facts.shard_index,
+            shard_count=facts.shard_count,
+            is_writer=self._is_writer,
+            cell_bytes=self._mover.cell_bytes,
+            facts=msgspec.to_builtins(facts),
+            grants_held=held,
+            regions_mapped=self._regions.numbers(),
+            node=self._node,
+        )
+
+    def on_up(self, welcome: m.Welcome) -> None:
+        """The node has taken us: grants of this connection count."""
+        if welcome.node != self._node:
+            self._regions.leave_all()
+            self._regions.wait_empty(LEAVE_S_MAX)
+        self._node = welcome.node
+        with self._lock:
+            self._connection = welcome.connection
+
+    def on_message(self, message: m.Message, descriptors: list[int]) -> None:
+        """Regions come and go."""
+        try:
+            if isinstance(message, m.RegionOffer) and len(descriptors) == 2:
+                self._regions.offer(
+                    message.region, message.cell_count, message.cell_bytes, descriptors
+                )
+            elif isinstance(message, m.RegionLeave):
+                self._regions.leave(message.region)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def on_down(self, *, node_is_dead: bool) -> None:
+        """Mappings outlive a connection, not a node."""
+        with self._lock:
+            self._connection = None
+        if node_is_dead:
+            self._regions.leave_all()
+            self._regions.wait_empty(LEAVE_S_MAX)
+
+    def on_refused(self, refused: m.Refused) -> None:
+        """The scheduler role says why in the engine's log."""
+
+    def on_absent(self) -> None:
+        """The scheduler role starts nodes."""
+
+    def on_pulse(self) -> None:
+        """Nothing to do from time to time."""
+
+    def _region_open(self, number: int) -> None:
+        self._link.send(m.RegionOpen(number))
+
+    def _region_failed(self, number: int, detail: str) -> None:
+        self._link.send(m.RegionFailed(number, detail[:400]))
+
+    def _region_left(self, number: int) -> None:
+        self._link.send(m.RegionLeft(number))
+
+    def close(self, timeout_s: float) -> None:
+        """End threads and mappings in bounded time."""
+        deadline_s = time.monotonic() + timeout_s
+        self._movers.shutdown(wait=False, cancel_futures=True)
+        self._link.close(timeout_s / 2)
+        self._regions.close(max(0.0, deadline_s - time.monotonic()))
+
+
+def _split(
+    block_ids: Sequence[int], runs: Sequence[Run], regions: dict[int, MappedRegion]
+) -> tuple[list[tuple[int, CellPlace]], set[int]]:
+    """Blocks with their cells, as far as their regions are mapped; and the other blocks."""
+    known: list[tuple[int, CellPlace]] = []
+    failed: set[int] = set()
+    blocks = iter(block_ids)
+    for number, first_cell, count, _ in runs:
+        region = regions.get(number)
+        for cell in range(first_cell, first_cell + count):
+            block_id = next(blocks)
+            if region is None or cell >= region.cell_count:
+                failed.add(block_id)
+            else:
+                known.append((block_id, CellPlace(region.cells, cell)))
+    return known, failed
+
+
+def processors_of_process() -> set[int]:
+    """The processors that any thread of this process may use.
+
+    The engine binds each of its threads to one processor, and a new thread inherits the binding of
+    the one that made it: without this, all mover threads would share the main thread's.
+    """
+    found: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            found |= os.sched_getaffinity(int(thread))
+        except OSError:
+            continue
+    return found or os.sched_getaffinity(0)
+
+
+def use_processors(processors: set[int]) -> None:
+    """Let this thread run on these processors."""
+    try:
+        os.sched_setaffinity(0, processors)
+    except OSError as error:
+        logger.debug("kvtide: a mover thread keeps its processor: %s", error)
+
+
+def facts_of(message: dict[str, Any]) -> WorkerFacts:
+    """A worker's facts as they came through the node."""
+    return msgspec.convert(message, WorkerFacts)
