@@ -34,7 +34,7 @@ class KVLayout:
     def __post_init__(self) -> None:
         assert self.block_tokens > 0, self.block_tokens
         assert self.chunk_tokens % self.block_tokens == 0, (self.chunk_tokens, self.block_tokens)
-        assert self.blocks_per_chunk <= BLOCKS_PER_CHUNK_MAX, self.blocks_per_chunk
+        assert 0 < self.blocks_per_chunk <= BLOCKS_PER_CHUNK_MAX, self.blocks_per_chunk
         assert self.cell_bytes, "a layout has at least one shard"
         assert all(size > 0 and size % CELL_ALIGN_BYTES == 0 for size in self.cell_bytes), (
             self.cell_bytes

@@ -176,7 +176,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         if scheduler is None:
             return 0, False
         self._asked_local_tokens = num_computed_tokens
-        tokens: int | None = self._guarded(lambda: scheduler.matched_tokens(request, num_computed_tokens), 0)
+        tokens: int | None = self._guarded(
+            lambda: scheduler.matched_tokens(request, num_computed_tokens), 0
+        )
         return tokens, bool(tokens)
 
     def update_state_after_alloc(

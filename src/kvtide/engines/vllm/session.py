@@ -86,6 +86,7 @@ class EngineSession:
         self._facts: m.Workers | None = None
         self._welcome: m.Welcome | None = None
         self._sent: bytes | None = None  # the fingerprint, or b"" for an off, last said
+        self._said_digests: tuple[bytes, ...] | None = None
         self._line = ""
         self.last_grant = 0
         """The highest grant received; written by the scheduler's thread."""
@@ -166,6 +167,7 @@ class EngineSession:
         self._welcome = welcome
         self._facts = None
         self._sent = None
+        self._said_digests = None
         self._warn_of_settings(welcome)
         if self._identity.off is not None:
             self._link.send(self._message(b"", b"", {}, [], self._identity.off))
@@ -190,6 +192,7 @@ class EngineSession:
                     self._arrived.notify_all()
             case m.Workers():
                 self._facts = message
+                self._said_digests = None
                 self._identify()
             case m.Serving(off_reason, off_detail):
                 self._serving(off_reason, off_detail)
@@ -239,42 +242,54 @@ class EngineSession:
         facts = self._facts
         if facts is None or self._identity.off is not None:
             return
-        found = self._fingerprint(facts)
-        if isinstance(found, Off):
-            self._turn_off(found)
-            if self._sent != b"":
-                self._sent = b""
-                self._link.send(self._message(b"", b"", {}, facts.cell_bytes, found))
+        digests = self._weights_digests()
+        if isinstance(digests, Off):
+            self._identify_as_off(facts, digests)
             return
-        value, weights, fields = found
-        if self._sent == value:
+        if digests == self._said_digests:
             return
-        self._sent = value
+        self._said_digests = digests
+        fields = self._fields(facts, digests)
+        if isinstance(fields, Off):
+            self._identify_as_off(facts, fields)
+            return
+        self._sent = fingerprint(fields)
         shown = {name: _shown(field) for name, field in fields.items()}
-        self._link.send(self._message(value, weights, shown, facts.cell_bytes, None))
+        identity = self._message(self._sent, b"".join(digests), shown, facts.cell_bytes, None)
+        self._link.send(identity)
 
-    def _fingerprint(self, facts: m.Workers) -> tuple[bytes, bytes, dict[str, FieldValue]] | Off:
-        fields = dict(self._identity.fields)
-        worker_fields = _agreed(facts.facts)
-        if isinstance(worker_fields, Off):
-            return worker_fields
-        fields |= worker_fields
-        fields["kvtide.format"] = FORMAT_VERSION
-        fields["kvtide.chunk_tokens"] = self._identity.chunk_tokens
-        fields["kvtide.cell_bytes"] = list(facts.cell_bytes)
+    def _identify_as_off(self, facts: m.Workers, off: Off) -> None:
+        self._turn_off(off)
+        if self._sent != b"":
+            self._sent = b""
+            self._link.send(self._message(b"", b"", {}, facts.cell_bytes, off))
+
+    def _weights_digests(self) -> tuple[bytes, ...] | Off:
         digests = []
         for weights in self._identity.weights:
             match weights.poll():
                 case Known(digest):
                     digests.append(digest)
                 case Hashing(done_bytes, total_bytes, eta_s):
-                    return Off(
-                        OffReason.WEIGHTS_HASHING, _progress(done_bytes, total_bytes, eta_s)
-                    )
+                    progress = _progress(done_bytes, total_bytes, eta_s)
+                    return Off(OffReason.WEIGHTS_HASHING, progress)
                 case Off() as off:
                     return off
-        fields["weights"] = list(digests)
-        return fingerprint(fields), b"".join(digests), fields
+        return tuple(digests)
+
+    def _fields(self, facts: m.Workers, digests: tuple[bytes, ...]) -> dict[str, FieldValue] | Off:
+        """Everything that the fingerprint is made of."""
+        agreed = _agreed(facts.facts)
+        if isinstance(agreed, Off):
+            return agreed
+        return {
+            **self._identity.fields,
+            **agreed,
+            "kvtide.format": FORMAT_VERSION,
+            "kvtide.chunk_tokens": self._identity.chunk_tokens,
+            "kvtide.cell_bytes": list(facts.cell_bytes),
+            "weights": list(digests),
+        }
 
     def _message(
         self,

@@ -122,6 +122,7 @@ def _parallel(config: Any) -> Off | None:
 
 
 def _quantised(vllm_config: Any, kv_cache_config: Any) -> Off | None:
+    """Unquantised KV has no scales; where this ends, how they come must become a field."""
     name = vllm_config.cache_config.cache_dtype
     if name not in _CACHE_DTYPES:
         return Off(OffReason.QUANTISED_CACHE, f"kv_cache_dtype {name} is not tested")
