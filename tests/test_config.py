@@ -290,3 +290,13 @@ def test_committed_pages_equal_the_tables() -> None:
     check = [sys.executable, str(ROOT / "scripts" / "make_docs"), "--check"]
     done = subprocess.run(check, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_cache_directory_follows_the_desktop_rules() -> None:
+    """XDG_CACHE_HOME where it is absolute, else below the home."""
+    home = {"HOME": "/home/u"}
+    assert config.read(environ=home).cache_dir == Path("/home/u/.cache/kvtide")
+    assert config.read(environ={**home, "XDG_CACHE_HOME": "/c"}).cache_dir == Path("/c/kvtide")
+    assert config.read(environ={**home, "XDG_CACHE_HOME": "c"}).cache_dir == Path(
+        "/home/u/.cache/kvtide"
+    )

@@ -98,6 +98,7 @@ class Config:
     node: NodeConfig
     engine: EngineConfig
     runtime_dir: Path
+    cache_dir: Path
     shown: tuple[Effective, ...]
 
     def effective(self) -> list[Effective]:
@@ -336,6 +337,7 @@ def read(
         node=NodeConfig(**_owned(values, "node")),
         engine=EngineConfig(**_owned(values, "engine")),
         runtime_dir=_runtime_dir(environ),
+        cache_dir=_users_dir(environ, "XDG_CACHE_HOME", ".cache") / "kvtide",
         shown=tuple(
             Effective(
                 name=key.name,
@@ -402,11 +404,16 @@ def _config_file(environ: Mapping[str, str]) -> Path | None:
         if not path.is_file():
             raise ConfigError(f"{CONFIG_FILE} names {asked!r}, which is not a file; correct it")
         return path
-    directory = Path(environ.get("XDG_CONFIG_HOME", ""))
-    if not directory.is_absolute():  # unset, or to be ignored as its specification says
-        directory = Path(environ.get("HOME", "/")) / ".config"
-    path = directory / "kvtide.yaml"
+    path = _users_dir(environ, "XDG_CONFIG_HOME", ".config") / "kvtide.yaml"
     return path if path.is_file() else None
+
+
+def _users_dir(environ: Mapping[str, str], variable: str, below_home: str) -> Path:
+    """A directory of the user, by the desktop rules."""
+    directory = Path(environ.get(variable, ""))
+    if directory.is_absolute():
+        return directory
+    return Path(environ.get("HOME", "/")) / below_home  # unset, or to be ignored: not absolute
 
 
 def _yaml_items(path: Path) -> list[tuple[str, object, int]]:

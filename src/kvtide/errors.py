@@ -1,4 +1,4 @@
-"""The one tree of operating failures; a message says what happened, with which value, and what to do.
+"""The one tree of operating failures. A message says what happened, the value, and what to do.
 
 Misses, drops and full queues are values, not exceptions; broken beliefs are assertions.
 """

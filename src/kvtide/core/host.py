@@ -84,6 +84,10 @@ class Host:
         """Regions of one layout that may be lent from."""
         return [region for region in self.of(layout) if region.is_ready and not region.is_leaving]
 
+    def held_bytes(self, layout: KVLayout) -> int:
+        """Memory of one layout, used or free."""
+        return sum(region.bytes for region in self.of(layout))
+
     def free_bytes(self, layout: KVLayout) -> int:
         """Free cells of one layout in bytes, those of regions being made included."""
         free_cells = sum(
@@ -147,6 +151,13 @@ class Host:
         self.limit_bytes = min(host_bytes, self.size_bytes)
         self._refused_at_bytes = None
 
+    def is_making_room(self, now_ms: int) -> bool:
+        """Whether a region is on its way out, and not stuck there."""
+        return any(
+            region.is_leaving and now_ms - region.leaving_since_ms < LEAVE_MS_MAX
+            for region in self.regions.values()
+        )
+
     def surplus(self, wanted_by: KVLayout | None, now_ms: int) -> Region | None:
         """The region to give up so that another layout may have one, or to come below the limit.
 
@@ -154,9 +165,9 @@ class Host:
         room never moves to and fro. None where nobody has as much, or a region is on its way out
         already. One that is stuck on its way holds up only regions that the same workers have.
         """
-        leaving = [region for region in self.regions.values() if region.is_leaving]
-        if any(now_ms - region.leaving_since_ms < LEAVE_MS_MAX for region in leaving):
+        if self.is_making_room(now_ms):
             return None
+        leaving = [region for region in self.regions.values() if region.is_leaving]
         stuck: set[int] = set().union(*(region.holders for region in leaving))
         spare_bytes = {layout: self._spare_bytes(layout, wanted_by) for layout in self._of}
         candidates = [
@@ -171,11 +182,10 @@ class Host:
 
     def _spare_bytes(self, layout: KVLayout, wanted_by: KVLayout | None) -> int:
         """How much a layout can do without for another one's sake, or to come below the limit."""
-        held_bytes = sum(region.bytes for region in self.of(layout))
         if wanted_by is None:
-            return held_bytes
+            return self.held_bytes(layout)
         fair_bytes = self.reachable_bytes // len(self._of.keys() | {wanted_by})
-        return held_bytes - fair_bytes if layout != wanted_by else 0
+        return self.held_bytes(layout) - fair_bytes if layout != wanted_by else 0
 
     def check_integrity(self) -> None:
         """Assert that every region agrees with itself, and the sums with the regions."""

@@ -139,7 +139,8 @@ class Lending:
     def _take_cells(self, entry: Entry, instance: Instance, regions: list[Region]) -> bool:
         """Take free cells, or those of entries evicted for it; whether there were enough."""
         is_growing = self._host.is_growing(entry.layout)
-        for _ in range(EVICTIONS_MAX + 1):
+        evictions = 0
+        while True:
             for region in regions:
                 first_cell = region.cells.take(entry.blocks)
                 if first_cell is not None:
@@ -148,9 +149,9 @@ class Lending:
                     self._next_generation += 1
                     return True
             # Fresh memory is on its way: then nothing need be evicted for room.
-            if is_growing or not self._evict_for(entry, instance):
+            if is_growing or evictions == EVICTIONS_MAX or not self._evict_for(entry, instance):
                 return False
-        return False
+            evictions += 1
 
     def _evict_for(self, entry: Entry, instance: Instance) -> bool:
         """Evict the oldest leaf whose cells this instance can use; whether there was one."""

@@ -380,8 +380,8 @@ class Machine:
         self.leases.begin_load(message.lease, self._instance(connection).engine_id)
 
     def _load_end(self, connection: int, message: m.LoadEnd) -> None:
-        self._count("loaded_blocks", max(0, message.blocks_verified))
         self.leases.end(message.lease, self._instance(connection).engine_id)
+        self._count("loaded_blocks", max(0, message.blocks_verified))
 
     # ---- stores
 

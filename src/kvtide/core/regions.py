@@ -41,17 +41,23 @@ class Regions:
     # ---- growing and shrinking
 
     def keep_ahead(self, layouts: Iterable[KVLayout], now_ms: int) -> None:
-        """Have half a region free in every layout in use, as far as the host allows."""
-        for layout in layouts:
-            if not self._host.wants_region(layout):
+        """Have half a region free in every layout in use, as far as the host allows.
+
+        Who has least comes first, and what is given up for it goes to nobody who has more.
+        """
+        host = self._host
+        for layout in sorted(layouts, key=host.held_bytes):
+            if not host.wants_region(layout):
                 continue
-            if self._host.has_room(layout):
-                region = self._host.make(layout)
+            if host.has_room(layout):
+                region = host.make(layout)
                 self._emit(MakeRegion(region.number, layout, region.cells.cell_count))
-            else:
-                self._give_up(self._host.surplus(layout, now_ms), now_ms)
-        if self._host.allocated_bytes > self._host.limit_bytes:
-            self._give_up(self._host.surplus(None, now_ms), now_ms)
+                continue
+            self._give_up(host.surplus(layout, now_ms), now_ms)
+            if host.is_making_room(now_ms):
+                break
+        if host.allocated_bytes > host.limit_bytes:
+            self._give_up(host.surplus(None, now_ms), now_ms)
 
     def made(self, number: int) -> None:
         """The memory is there; workers are offered it next."""

@@ -1,7 +1,6 @@
 """Builds both roles of the connector from vLLM's configuration."""
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from kvtide.clock import Clock
 from kvtide.config import Config
 from kvtide.core.reasons import Off, OffReason
 from kvtide.engines.vllm.facts import page_places, worker_facts
-from kvtide.engines.vllm.file_digests import FileDigests, cache_directory
+from kvtide.engines.vllm.file_digests import FileDigests
 from kvtide.engines.vllm.identity import engine_fields
 from kvtide.engines.vllm.scheduler import SchedulerSide
 from kvtide.engines.vllm.session import EngineIdentity, EngineSession
@@ -17,7 +16,6 @@ from kvtide.engines.vllm.support import engine_weights, unsupported
 from kvtide.engines.vllm.weights import AdapterDigests, WeightsDigest, process_began_ns
 from kvtide.engines.vllm.worker import WorkerSide
 from kvtide.memory.probe import kernel_features
-from kvtide.movers.base import PagePlace
 from kvtide.movers.host import HostMover
 from kvtide.units import round_down
 from kvtide.wire.places import open_directory
@@ -26,10 +24,13 @@ logger = logging.getLogger("vllm.kvtide")
 
 
 def build_scheduler(
-    vllm_config: Any, kv_cache_config: Any, config: Config, clock: Clock
+    vllm_config: Any, kv_cache_config: Any, config: Config, clock: Clock, failed_loads: str
 ) -> SchedulerSide:
-    """The scheduler role: knows what the engine is, starts a node, decides."""
-    digests = FileDigests(cache_directory(os.environ, Path.home()))
+    """The scheduler role: knows what the engine is, starts a node, decides.
+
+    `failed_loads` is the policy that vLLM goes by, for the line in its log.
+    """
+    digests = FileDigests(config.cache_dir / "weights")
     block_tokens = vllm_config.cache_config.block_size
     chunk_tokens = max(block_tokens, round_down(config.engine.chunk_tokens, block_tokens))
     transfer = vllm_config.kv_transfer_config
@@ -40,7 +41,7 @@ def build_scheduler(
         off = found if isinstance(found, Off) and off is None else off
     identity = EngineIdentity(
         engine_id=transfer.engine_id,
-        label=os.path.basename(str(vllm_config.model_config.served_model_name or "vllm")),
+        label=Path(str(vllm_config.model_config.served_model_name or "vllm")).name,
         fields={} if off else fields,
         weights=() if off else _digests_of(weights, digests),
         worker_count=vllm_config.parallel_config.world_size,
@@ -49,6 +50,8 @@ def build_scheduler(
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         may_load=transfer.is_kv_consumer,
         may_store=transfer.is_kv_producer,
+        failed_loads=failed_loads,
+        drops_last_block=_drops_last_block(vllm_config),
         off=off,
     )
     session = EngineSession(identity, config, open_directory(config.runtime_dir))
@@ -61,6 +64,11 @@ def _off(vllm_config: Any, kv_cache_config: Any, config: Config) -> Off | None:
     if missing:
         return Off(OffReason.KERNEL, f"this kernel lacks {', '.join(missing)}")
     return unsupported(vllm_config, kv_cache_config, config.engine)
+
+
+def _drops_last_block(vllm_config: Any) -> bool:
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.use_eagle_block_drop()
 
 
 def _digests_of(weights: Any, digests: FileDigests) -> tuple[WeightsDigest, ...]:
@@ -82,10 +90,7 @@ def build_worker(
     if isinstance(facts, Off):
         logger.info("kvtide off in rank %d: %s", vllm_config.parallel_config.rank, facts)
         return None
-    pages = [
-        PagePlace(place.address, place.block_stride_bytes, place.page_bytes)
-        for place in page_places(kv_caches, vllm_config, kv_cache_config)
-    ]
+    pages = page_places(kv_caches, vllm_config, kv_cache_config)
     mover = HostMover(pages, facts.block_count)
     is_writer = facts.rank % kv_cache_config.kv_tp_replicas == 0
     return WorkerSide(

@@ -6,16 +6,10 @@ hook may return, and when it is called, is vLLM's contract (KVConnectorBase_V1 o
 """
 
 import logging
+import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TYPE_CHECKING
 
-from kvtide import config as settings
-from kvtide.clock import MonotonicClock
-from kvtide.engines.vllm.assemble import build_scheduler, build_worker
-from kvtide.engines.vllm.metadata import LoadJob, StepPlan
-from kvtide.engines.vllm.scheduler import SchedulerSide
-from kvtide.engines.vllm.stats import KVTidePromMetrics, KVTideStats, WorkerCounts
-from kvtide.engines.vllm.worker import WorkerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -24,6 +18,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.metrics.stats import CacheHitSource
+
+from kvtide import config as settings
+from kvtide.clock import MonotonicClock
+from kvtide.engines.vllm.assemble import build_scheduler, build_worker
+from kvtide.engines.vllm.metadata import LoadJob, StepPlan
+from kvtide.engines.vllm.stats import KVTidePromMetrics, KVTideStats, WorkerCounts
+
+if TYPE_CHECKING:
+    from kvtide.engines.vllm.worker import WorkerSide
+    from kvtide.engines.vllm.scheduler import SchedulerSide
+    from types import FrameType
 
 logger = logging.getLogger("vllm.kvtide")
 
@@ -49,14 +54,18 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         self._asked_local_tokens = 0
         self._orphans: list[LoadJob] = []
         self._is_off = not self._config.engine.enabled
-        # A lost chunk must cost a recomputation, not the request. vLLM's scheduler reads this after
-        # it has built us; inside MultiConnector the user has to set it.
+        # A lost chunk must cost a recomputation, not the request. vLLM's scheduler reads this once
+        # it has built us; inside MultiConnector it reads that one's, which the user has to set.
         transfer.kv_load_failure_policy = "recompute"
         self._kv_block_tokens = vllm_config.cache_config.block_size
         if role == KVConnectorRole.SCHEDULER and not self._is_off:
             self._scheduler = self._guarded(
                 lambda: build_scheduler(
-                    vllm_config, kv_cache_config, self._config, MonotonicClock()
+                    vllm_config,
+                    kv_cache_config,
+                    self._config,
+                    MonotonicClock(),
+                    failed_loads=_outer_policy() or "recompute",
                 ),
                 None,
             )
@@ -265,3 +274,21 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
             if side is not None:
                 side.close(CLOSE_S_MAX)
         self._is_off = True
+
+
+def _outer_policy() -> str | None:
+    """What happens to failed loads where a MultiConnector builds us; None where it does not.
+
+    Its configuration is the one that vLLM's scheduler reads, and it hands its children copies: the
+    frame that is building us is the only place where it can be seen.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        builder = frame.f_locals.get("self")
+        if type(builder).__name__ == "MultiConnector":
+            outer = frame.f_locals.get("vllm_config")
+            return str(outer.kv_transfer_config.kv_load_failure_policy) if outer else None
+        if frame.f_code.co_name == "create_connector":
+            return None
+        frame = frame.f_back
+    return None

@@ -17,30 +17,23 @@ config, which the scheduler role and every engine of the same config agree on.
 
 import platform
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from kvtide.core.keys import FieldValue
 from kvtide.core.reasons import Off, OffReason
 from kvtide.engines.vllm.plain import FieldUnknown, plain
-from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from kvtide.movers.base import PagePlace
 
 PLAIN_KINDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 PLAIN_DTYPES = frozenset({"float16", "bfloat16", "float32"})
 """Kinds of attention and KV that are tested: the same as `support` allows."""
 
 _CPU_FLAGS = ("amx", "avx", "fma", "neon", "asimd", "sve", "sme", "vsx", "vxe", "rvv")
-
-
-class PagePlace(NamedTuple):
-    """Where one layer's page of block 0 lies in this process, and how far the next block's is."""
-
-    address: int
-    block_stride_bytes: int
-    page_bytes: int
 
 
 class PageFacts(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,12 +63,6 @@ class ReadStopped(Exception):
 
 class FileChanged(Exception):
     """A file was written while it was read, twice."""
-
-
-def cache_directory(environment: Mapping[str, str], home: Path) -> Path:
-    """Where digests are kept: below `XDG_CACHE_HOME`, or `~/.cache`."""
-    base = environment.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else home / ".cache") / "kvtide" / "weights"
 
 
 def lower_priority() -> None:

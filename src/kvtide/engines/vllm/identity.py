@@ -21,14 +21,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-
 import vllm
+from vllm import envs
+from vllm.v1.kv_cache_interface import iter_layer_specs
+
 from kvtide.core.keys import FieldValue
 from kvtide.core.reasons import Off, OffReason
 from kvtide.engines.vllm import left_out, model_fields
 from kvtide.engines.vllm.plain import FieldUnknown, config_fields, plain
-from vllm import envs
-from vllm.v1.kv_cache_interface import iter_layer_specs
 
 
 def engine_fields(vllm_config: Any, kv_cache_config: Any) -> dict[str, FieldValue] | Off:

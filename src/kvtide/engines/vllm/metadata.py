@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from kvtide.core.messages import Run
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from kvtide.core.messages import Run
 
 
 @dataclass(frozen=True, slots=True)

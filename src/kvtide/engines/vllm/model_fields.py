@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import vllm
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
+from vllm.transformers_utils.config import iter_rope_parameters
 
-import vllm
 from kvtide.engines.vllm import left_out
 from kvtide.engines.vllm.plain import FieldUnknown, config_fields
 from kvtide.engines.vllm.versions import is_tested
-from vllm.transformers_utils.config import iter_rope_parameters
 
 CODE_FILES_MAX = 20_000
 """Files of one package of model code; a larger one is taken for a mistake."""

@@ -247,6 +247,7 @@ class SchedulerSide:
             return None if tracker.question is not None else 0
         block_tokens = self._identity.block_tokens
         matched = match.chunks * tracker.chain.blocks_per_chunk + match.blocks
+        matched -= self._identity.drops_last_block
         usable = usable_blocks(matched, request.num_tokens, block_tokens)
         external = usable * block_tokens - local_tokens
         if external <= 0:
@@ -353,7 +354,7 @@ class SchedulerSide:
                 tracker.local_tokens = 0
                 self._stores.preempted(tracker)
         cached = scheduler_output.scheduled_cached_reqs
-        for request_id, new_block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        for new_block_ids in cached.new_block_ids:
             if new_block_ids:
                 self._stores.given_out(new_block_ids[0])
         drafts = scheduler_output.scheduled_spec_decode_tokens

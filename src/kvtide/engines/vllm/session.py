@@ -29,7 +29,7 @@ from kvtide.config import Config
 from kvtide.core import messages as m
 from kvtide.core.keys import FORMAT_VERSION, FieldValue, encode, fingerprint
 from kvtide.core.reasons import Off, OffReason
-from kvtide.engines.vllm.facts import WorkerFacts
+from kvtide.engines.vllm.facts import WorkerFacts, refused_pages
 from kvtide.engines.vllm.weights import Hashing, Known, WeightsDigest
 from kvtide.node.supervise import NodeStarter
 from kvtide.units import format_bytes
@@ -40,6 +40,11 @@ logger = logging.getLogger("vllm.kvtide")
 
 EQUAL_IN_ALL_RANKS = ("worker.device", "worker.isa")
 """Facts that no parallelism makes different; the others are equal in the ranks of one shard."""
+FAILED_LOADS = {
+    "recompute": "failed loads are recomputed",
+    "fail": "failed loads END their requests (set MultiConnector's kv_load_failure_policy to "
+    "recompute)",
+}
 SHOWN_CHARACTERS_MAX = 64
 """A field's value is shown up to here; longer ones by the digest of their encoding."""
 
@@ -67,6 +72,11 @@ class EngineIdentity:
     step_tokens: int
     may_load: bool
     may_store: bool
+    failed_loads: str
+    """What vLLM does with requests whose load failed: recompute, or fail."""
+    drops_last_block: bool
+    """The last matched block is computed anew, as in the engine's own cache: a draft model's KV of
+    a block's last token depends on the token behind it (EAGLE)."""
     off: Off | None
     """Off for as long as the engine lives: what it is, kvtide does not support."""
 
@@ -325,7 +335,8 @@ class EngineSession:
         self._say(
             f"kvtide on: node {welcome.pid}, host {format_bytes(welcome.host_bytes)}, "
             f"fingerprint {value.hex()[:8]}, blocks of {self._identity.block_tokens}, "
-            f"chunks of {self._identity.chunk_tokens}"
+            f"chunks of {self._identity.chunk_tokens}, "
+            f"{FAILED_LOADS.get(self._identity.failed_loads, self._identity.failed_loads)}"
         )
 
     def _turn_off(self, off: Off) -> None:
@@ -348,6 +359,9 @@ def _agreed(facts: list[dict[str, Any]]) -> dict[str, FieldValue] | Off:
         workers = [msgspec.convert(fact, WorkerFacts) for fact in facts]
     except msgspec.ValidationError as error:
         return Off(OffReason.WORKERS_DIFFER, f"facts that cannot be read: {error}")
+    refused = refused_pages(workers)
+    if refused is not None:
+        return refused
     shards: dict[int, dict[str, FieldValue]] = {}
     for worker in workers:
         fields = worker.fields()

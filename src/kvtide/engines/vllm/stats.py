@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from kvtide.metrics import METRICS, Metric
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+
+from kvtide.metrics import METRICS, Metric
 
 
 def added(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:

@@ -1,0 +1,1 @@
+"""Plugs in: one folder for each inference engine, which speaks that engine's language."""

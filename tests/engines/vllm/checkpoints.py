@@ -1,0 +1,68 @@
+"""Checkpoints for tests of digests, and readers that can be held."""
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvtide.core.reasons import Off
+from kvtide.engines.vllm.file_digests import FileDigests, FileIdentity
+from kvtide.engines.vllm.weights import Hashing, Known, LocalWeights, WeightsDigest
+
+WAIT_S = 30.0
+
+
+def an_hour_ahead() -> int:
+    """A clock by which every file of the test was written long ago, so that digests are kept."""
+    return time.time_ns() + 3600 * 1_000_000_000
+
+
+def settled(weights: WeightsDigest, *, verified: bool = True) -> Known | Off:
+    weights.start()
+    state = weights.wait(WAIT_S, verified=verified)
+    weights.close()
+    assert not isinstance(state, Hashing), state
+    return state
+
+
+def digest_of(directory: Path, digests: FileDigests, load_format: str = "auto") -> bytes:
+    state = settled(WeightsDigest(LocalWeights(directory, load_format), digests))
+    assert isinstance(state, Known), state
+    return state.digest
+
+
+def off_of(directory: Path, digests: FileDigests, load_format: str = "auto") -> Off:
+    state = settled(WeightsDigest(LocalWeights(directory, load_format), digests))
+    assert isinstance(state, Off), state
+    return state
+
+
+def a_snapshot(directory: Path, content: bytes, name: str | None = None) -> Path:
+    """A Hugging Face cache: the snapshot's file is a link to a blob named by its SHA-256."""
+    snapshot, blobs = directory / "snapshots" / "abc", directory / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    blob = blobs / (name or hashlib.sha256(content).hexdigest())
+    blob.write_bytes(content)
+    (snapshot / "model.safetensors").symlink_to(Path("../../blobs") / blob.name)
+    return snapshot
+
+
+class HeldReads(FileDigests):
+    """Reads wait until they are let go."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, an_hour_ahead)
+        self.go = threading.Event()
+        self.began = threading.Event()
+
+    def read(
+        self,
+        path: Path,
+        stopped: Callable[[], bool] = lambda: False,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> tuple[FileIdentity, bytes]:
+        self.began.set()
+        assert self.go.wait(WAIT_S)
+        return super().read(path, stopped, progress)
