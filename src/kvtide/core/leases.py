@@ -30,10 +30,11 @@ class Lease:
 class Leases:
     """All leases of the node."""
 
-    def __init__(self, lending: Lending) -> None:
+    def __init__(self, lending: Lending, first_number: int = 1) -> None:
+        """`first_number` starts the leases' numbers: random for each node, like the grants'."""
         self._lending = lending
         self._leases: dict[int, Lease] = {}
-        self._next_number = 1
+        self._next_number = first_number
         self.pinned_bytes = 0
         """Upper bound: what two leases share counts twice."""
 

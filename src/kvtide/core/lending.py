@@ -49,7 +49,11 @@ class Grant:
 class Lending:
     """Lends cells, takes them back, evicts for room."""
 
-    def __init__(self, index: Index, host: Host, emit: Callable[[Effect], None]) -> None:
+    def __init__(
+        self, index: Index, host: Host, emit: Callable[[Effect], None], first_number: int = 1
+    ) -> None:
+        """`first_number` starts the grants' numbers: random for each node, so that a number given
+        by one node means nothing to another."""
         self._index = index
         self._host = host
         self._emit = emit
@@ -59,7 +63,7 @@ class Lending:
         self.granted_bytes = 0
         self.evicted: dict[str, int] = {"room": 0, "superseded": 0, "moved": 0, "cleared": 0}
         self.stored_blocks = 0
-        self._next_number = 1
+        self._next_number = first_number
         self._next_generation = 1
 
     # ---- lending

@@ -66,7 +66,8 @@ class MachineConfig:
     host_bytes: int
     linger_ms: int
     """End so long after the last engine has left; 0: never."""
-    first_region: int
+    first_number: int
+    """Numbers of regions, grants and leases start here: random, so that no other node gave them."""
     settings: dict[str, str] = field(default_factory=dict)
 
 
@@ -78,9 +79,9 @@ class Machine:
         self._effects: list[Effect] = []
         self._now_ms = 0
         self.index = Index()
-        self.host = Host(config.host_bytes, config.first_region)
-        self.lending = Lending(self.index, self.host, self._emit)
-        self.leases = Leases(self.lending)
+        self.host = Host(config.host_bytes, config.first_number)
+        self.lending = Lending(self.index, self.host, self._emit, config.first_number)
+        self.leases = Leases(self.lending, config.first_number)
         self.regions = Regions(self.host, self.index, self.lending, self.leases, self._emit)
         self.lookups = Lookups(self.index, self.host, self.leases, self._send, self._count)
         self.instances: dict[str, Instance] = {}

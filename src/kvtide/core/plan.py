@@ -98,6 +98,11 @@ class StorePlan:
         return self._question is not None
 
     @property
+    def question_number(self) -> int | None:
+        """The number of the offer on its way."""
+        return self._question.number if self._question is not None else None
+
+    @property
     def is_waiting(self) -> bool:
         """Something is asked for, or granted and not planned."""
         return bool(self.granted) or self.is_asking
@@ -136,12 +141,16 @@ class StorePlan:
         self._question = _Question(number, parts)
         return StoreOffer(number, chain.root, chain.parent(parts[0][0]), keys, digests)
 
-    def answered(self, answer: StoreAnswer, now_ms: int) -> None:
-        """Take the node's answer in; an answer to another question changes nothing."""
+    def answered(self, answer: StoreAnswer, now_ms: int) -> bool:
+        """Take the node's answer in; False where it comes too late, and its grants go back."""
         question = self._question
         if question is None or question.number != answer.number:
-            return
+            return False
         self._question = None
+        self._take_in(question, answer, now_ms)
+        return True
+
+    def _take_in(self, question: _Question, answer: StoreAnswer, now_ms: int) -> None:
         grants = iter(zip(answer.grants, answer.runs, strict=True))
         for (chunk, blocks), outcome in zip(question.parts, answer.outcomes, strict=True):
             if outcome == DropReason.NOT_ANCHORED and self._anchor_retries < ANCHOR_RETRIES_MAX:

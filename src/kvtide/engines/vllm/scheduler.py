@@ -163,13 +163,12 @@ class SchedulerSide:
                     self._matched(answer)
 
     def _session_changed(self, session: Session | None) -> None:
-        old, self._session = self._session, session
+        self._session = session
         self._questions.clear()
         self._roots.clear()
         for tracker in self._trackers.values():
             tracker.question = None
-        is_same_node = old is not None and session is not None and old.node == session.node
-        self._stores.session_changed(self._trackers.values(), is_same_node=is_same_node)
+        self._stores.session_changed(self._trackers.values())
         if session is None:
             return
         if self._fingerprint and session.fingerprint != self._fingerprint:
@@ -409,7 +408,10 @@ class SchedulerSide:
         self.counters.add("tokens.external", external)
         self.counters.add("tokens.local", computed_tokens - external)
         self.counters.add("tokens.computed", request.num_prompt_tokens - computed_tokens)
-        if tracker.no_load is not None or not external:
+        block_tokens = self._identity.block_tokens
+        tokens = request.num_prompt_tokens
+        usable = usable_blocks(tokens // block_tokens, tokens, block_tokens) * block_tokens
+        if computed_tokens < usable and (tracker.no_load is not None or not external):
             self.counters.add(f"miss.{tracker.no_load or MissReason.ABSENT}")
 
     # ---- loads end

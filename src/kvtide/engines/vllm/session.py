@@ -45,6 +45,9 @@ FAILED_LOADS = {
     "fail": "failed loads END their requests (set MultiConnector's kv_load_failure_policy to "
     "recompute)",
 }
+KNOWN_S_MAX = 0.1
+"""How long an engine's start waits for the digest of weights that were read before: what is not
+known when the node asks first is said a second later."""
 SHOWN_CHARACTERS_MAX = 64
 """A field's value is shown up to here; longer ones by the digest of their encoding."""
 
@@ -53,7 +56,6 @@ SHOWN_CHARACTERS_MAX = 64
 class Session:
     """One time of being served; another object means that everything asked before is void."""
 
-    node: bytes
     fingerprint: bytes
 
 
@@ -92,6 +94,7 @@ class EngineSession:
         self._starter = NodeStarter(config.runtime_dir)
         self._arrived = threading.Condition()
         self._answers: deque[m.Match | m.Pending | m.StoreAnswer] = deque()
+        self._abandoned: set[int] = set()
         self._counts: dict[str, int] = {}
         self._facts: m.Workers | None = None
         self._welcome: m.Welcome | None = None
@@ -99,7 +102,7 @@ class EngineSession:
         self._said_digests: tuple[bytes, ...] | None = None
         self._line = ""
         self.last_grant = 0
-        """The highest grant received; written by the scheduler's thread."""
+        """The highest grant that the scheduler's thread has taken in."""
         self.session: Session | None = None
         self.off: Off | None = None
         self._link = Link(places.socket, self, "kvtide-scheduler")
@@ -112,6 +115,8 @@ class EngineSession:
             self._turn_off(self._identity.off)
         for weights in self._identity.weights:
             weights.start()
+        for weights in self._identity.weights:
+            weights.wait(KNOWN_S_MAX)
         self._link.start()
 
     @property
@@ -131,6 +136,21 @@ class EngineSession:
             answers = list(self._answers)
             self._answers.clear()
         return answers
+
+    def abandon(self, number: int) -> None:
+        """Nobody waits for this answer any more: its grants go back as soon as it comes.
+
+        The engine may take no step for a long time, so the link's thread sees to it.
+        """
+        with self._arrived:
+            early = [answer for answer in self._answers if answer.number == number]
+            if not early:
+                self._abandoned.add(number)
+                return
+            self._answers = deque(a for a in self._answers if a.number != number)
+        for answer in early:
+            if isinstance(answer, m.StoreAnswer) and answer.grants:
+                self._link.send(m.GrantReturn(answer.grants))
 
     def note_silence(self) -> None:
         """A question was not answered in time."""
@@ -197,9 +217,7 @@ class EngineSession:
             os.close(descriptor)
         match message:
             case m.Match() | m.Pending() | m.StoreAnswer():
-                with self._arrived:
-                    self._answers.append(message)
-                    self._arrived.notify_all()
+                self._answered(message)
             case m.Workers():
                 self._facts = message
                 self._said_digests = None
@@ -207,11 +225,22 @@ class EngineSession:
             case m.Serving(off_reason, off_detail):
                 self._serving(off_reason, off_detail)
 
+    def _answered(self, answer: m.Match | m.Pending | m.StoreAnswer) -> None:
+        with self._arrived:
+            is_late = answer.number in self._abandoned
+            self._abandoned.discard(answer.number)
+            if not is_late:
+                self._answers.append(answer)
+                self._arrived.notify_all()
+        if is_late and isinstance(answer, m.StoreAnswer) and answer.grants:
+            self._link.send(m.GrantReturn(answer.grants))
+
     def on_down(self, *, node_is_dead: bool) -> None:
         """Everything asked is void; a dead node is replaced."""
         self.session = None
         with self._arrived:
             self._answers.clear()
+            self._abandoned.clear()
             self._arrived.notify_all()
         if node_is_dead:
             self._starter.dead(time.monotonic())
@@ -331,7 +360,7 @@ class EngineSession:
             return
         self.off = None
         self._starter.short_lives = 0
-        self.session = Session(welcome.node, value)
+        self.session = Session(value)
         self._say(
             f"kvtide on: node {welcome.pid}, host {format_bytes(welcome.host_bytes)}, "
             f"fingerprint {value.hex()[:8]}, blocks of {self._identity.block_tokens}, "

@@ -150,20 +150,20 @@ class Stores:
         if answer.grants:
             self._link.last_grant = max(self._link.last_grant, *answer.grants)
         tracker = self._asking.pop(answer.number, None)
-        if tracker is None or tracker.store is None:
+        store = tracker.store if tracker is not None else None
+        if tracker is None or store is None or not store.answered(answer, self._clock.now_ms()):
             self._returned += answer.grants
-            return
-        tracker.store.answered(answer, self._clock.now_ms())
-        if tracker.is_preempted:
-            self._returned += tracker.store.take_back()
+        elif tracker.is_preempted:
+            self._returned += store.take_back()
 
-    def session_changed(self, living: Iterable[Tracker], *, is_same_node: bool) -> None:
-        """Another session: questions are void; grants are too, and a living node wants them."""
+    def session_changed(self, living: Iterable[Tracker]) -> None:
+        """Another session: questions are void, and so are grants.
+
+        Those go back in the next step that finds a node; one that never gave them ignores them.
+        """
         for tracker in [*living, *self._ended]:
             if tracker.store is not None:
-                grants = tracker.store.take_back()
-                if is_same_node:
-                    self._returned += grants
+                self._returned += tracker.store.take_back()
                 tracker.store.forget()
         self._asking.clear()
         self._finish_all()
@@ -172,11 +172,10 @@ class Stores:
         """Nothing is planned from now on; grants that were not planned are given up."""
         for tracker in living:
             if tracker.store is not None:
-                self._returned += tracker.store.give_up(DropReason.TOO_OLD, 0)
-                self._count_outcomes(tracker.store)
+                self._give_up(tracker.store, 0)
                 tracker.store = None
-        self._asking.clear()
         self._finish_all()
+        self._send_returned()
 
     def _finish_all(self) -> None:
         for tracker in list(self._ended):
@@ -219,10 +218,13 @@ class Stores:
             self._plan_ended(tracker, tracker.store)
         plan.stores, self._due = self._due, []
         plan.rescues, self._rescues = self._rescues, []
-        if self._returned:
-            self._link.send(m.GrantReturn(self._returned))
-            self._returned = []
+        self._send_returned()
         self._step += 1
+
+    def _send_returned(self) -> None:
+        if self._returned:
+            if self._link.send(m.GrantReturn(self._returned)):
+                self._returned = []
 
     def left_alone(self, storable_tokens: int) -> None:
         """A request of an engine that only loads has ended."""
@@ -238,7 +240,13 @@ class Stores:
 
     def _finish(self, tracker: Tracker, store: StorePlan) -> None:
         self._ended.remove(tracker)
-        end_block = tracker.storable_tokens // self._identity.block_tokens
+        self._give_up(store, tracker.storable_tokens // self._identity.block_tokens)
+
+    def _give_up(self, store: StorePlan, end_block: int) -> None:
+        """Nothing more of this request is copied."""
+        number = store.question_number
+        if number is not None and self._asking.pop(number, None) is not None:
+            self._link.abandon(number)
         self._returned += store.give_up(DropReason.TOO_OLD, end_block)
         self._count_outcomes(store)
 
