@@ -23,7 +23,7 @@ check: setup
 
 test: setup
 	@scripts/check
-	@$(PYTHON) -m pytest
+	@$(PYTHON) -m pytest -m 'engine or slow'
 
 bench: setup
 	@$(PYTHON) -m benchmarks
