@@ -35,6 +35,8 @@ OTHER_VARIABLES = {
     RUNTIME_DIR: "Absolute path of the directory of the node's socket, lock and log. Without it:"
     " `$XDG_RUNTIME_DIR/kvtide` where `$XDG_RUNTIME_DIR` is a directory, else `kvtide-<uid>` in"
     " `$TMPDIR` or `/tmp`. Engines meet in a node by having the same one.",
+    "KVTIDE_SALT": "Only for `kvtide clear`: the salt whose entries it takes away. A node that is"
+    " started does not inherit it.",
     "KVTIDE_TORCH_ARGS": "Only for `scripts/setup`: arguments for pip when it installs torch.",
 }
 """Variables named KVTIDE_* that are not keys, and what they do."""
@@ -100,6 +102,8 @@ class Config:
     runtime_dir: Path
     cache_dir: Path
     shown: tuple[Effective, ...]
+    node_environment: dict[str, str] = field(default_factory=dict, repr=False)
+    """The node's settings from the extra config, as variables for a node that is started."""
 
     def effective(self) -> list[Effective]:
         """Every key with its value, in the order of the table, for `kvtide config show`."""
@@ -220,7 +224,8 @@ KEYS = (
         parse=_parse_seconds,
         owner="node",
         accepts="seconds, 0 or more",
-        doc="How long the node, and what it keeps, stays after its last engine has left.",
+        doc="How long the node, and what it keeps, stays after its last engine has left; 0: not at"
+        " all. A node in the foreground (`kvtide serve`) stays unless this is set.",
     ),
     Key(
         "http_address",
@@ -348,6 +353,11 @@ def read(
             )
             for key in KEYS
         ),
+        node_environment={
+            given.key.variable: str(given.raw)
+            for given in _from_extra(extra or {})
+            if given.key.owner == "node"
+        },
     )
 
 
@@ -440,6 +450,8 @@ def _yaml_items(path: Path) -> list[tuple[str, object, int]]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"{path} cannot be read: {reason}; correct or remove it") from None
+    except (ValueError, TypeError, RecursionError):  # a date of month 13, thousands of brackets
+        raise ConfigError(f"{path} holds a value that cannot be read; {hint}") from None
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:

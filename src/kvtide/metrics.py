@@ -7,12 +7,18 @@ never break serving: nothing here raises on a strange value, it only counts.
 docs/metrics.md is generated from METRICS.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 BUCKETS_US = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000)
 """Upper bounds of the buckets of every duration, in microseconds."""
+
+LABELS_MAX = 64
+"""Values of one label; engines name them, and a scraper keeps every one that it has ever seen."""
+OTHER = "other"
+_LABEL = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +147,11 @@ class Counters:
         return increments
 
 
-def render(status: Mapping[str, Any]) -> str:
-    """The Prometheus text of a node's status."""
-    gauges = {**status["host"], "engines": len(status["engines"])}
-    counts = dict(status["counts"])
-    counts |= {f"evicted.{cause}": number for cause, number in status["evicted"].items()}
+def render(numbers: Mapping[str, Any]) -> str:
+    """The Prometheus text of a node's numbers (`kvtide.node.report.numbers`)."""
+    gauges = {**numbers["host"], "engines": numbers["engines"]}
+    counts = dict(numbers["counts"])
+    counts |= {f"evicted.{cause}": number for cause, number in numbers["evicted"].items()}
     lines: list[str] = []
     for metric in METRICS:
         lines.append(f"# HELP {metric.name} {metric.doc}")
@@ -162,12 +168,22 @@ def _samples(
     elif metric.kind == "histogram":
         yield from _histogram(metric, counts)
     elif metric.label:
-        for name in sorted(counts):
-            if name.startswith(metric.source):
-                value = name.removeprefix(metric.source)
-                yield f'{metric.name}{{{metric.label}="{value}"}} {counts[name]}'
+        for value, count in _labelled(metric, counts).items():
+            yield f'{metric.name}{{{metric.label}="{value}"}} {count}'
     else:
         yield f"{metric.name} {counts.get(metric.source, 0)}"
+
+
+def _labelled(metric: Metric, counts: Mapping[str, int]) -> dict[str, int]:
+    """Counts by the label's value; what no word of ours can be is added up as `other`."""
+    found: dict[str, int] = {}
+    for name in sorted(counts):
+        if name.startswith(metric.source):
+            value = name.removeprefix(metric.source)
+            is_word = _LABEL.fullmatch(value) and len(found) < LABELS_MAX
+            value = value if is_word else OTHER
+            found[value] = found.get(value, 0) + counts[name]
+    return found
 
 
 def _histogram(metric: Metric, counts: Mapping[str, int]) -> Iterator[str]:

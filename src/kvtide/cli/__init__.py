@@ -1,1 +1,1 @@
-"""The command line: `kvtide serve`, `status`, `stop`, `clear`, `logs`, `doctor`, `config show`."""
+"""The command line: `kvtide serve`, `status`, `stop`, `clear`, `logs`, `doctor`, `config`."""

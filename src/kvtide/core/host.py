@@ -85,8 +85,8 @@ class Host:
         return [region for region in self.of(layout) if region.is_ready and not region.is_leaving]
 
     def held_bytes(self, layout: KVLayout) -> int:
-        """Memory of one layout, used or free."""
-        return sum(region.bytes for region in self.of(layout))
+        """Memory of one layout, used or free, but for what is leaving."""
+        return sum(region.bytes for region in self.of(layout) if not region.is_leaving)
 
     def free_bytes(self, layout: KVLayout) -> int:
         """Free cells of one layout in bytes, those of regions being made included."""
@@ -161,31 +161,44 @@ class Host:
     def surplus(self, wanted_by: KVLayout | None, now_ms: int) -> Region | None:
         """The region to give up so that another layout may have one, or to come below the limit.
 
-        The region least recently used of those layouts that keep their fair share without it: so
-        room never moves to and fro. None where nobody has as much, or a region is on its way out
-        already. One that is stuck on its way holds up only regions that the same workers have.
+        It is the one least recently used of the layouts that have more than their fair share, and
+        keep that much. Room moves only to a layout that stays within its share, and only where
+        enough of it can be had: so it never moves to and fro. None where it may not move, or a
+        region is on its way out already; one that is stuck there holds up only regions that the
+        same workers have.
         """
-        if self.is_making_room(now_ms):
+        is_alone = wanted_by is not None and self._of.keys() <= {wanted_by}
+        if is_alone or self.is_making_room(now_ms):
             return None
         leaving = [region for region in self.regions.values() if region.is_leaving]
         stuck: set[int] = set().union(*(region.holders for region in leaving))
-        spare_bytes = {layout: self._spare_bytes(layout, wanted_by) for layout in self._of}
         candidates = [
             region
             for region in self.regions.values()
-            if region.bytes <= spare_bytes[region.layout]
-            and region.is_ready
-            and not region.is_leaving
-            and not region.holders & stuck
+            if region.is_ready and not region.is_leaving and not region.holders & stuck
         ]
+        if wanted_by is not None:
+            candidates = self._spare(candidates, wanted_by)
         return min(candidates, key=lambda region: region.used_ms, default=None)
 
-    def _spare_bytes(self, layout: KVLayout, wanted_by: KVLayout | None) -> int:
-        """How much a layout can do without for another one's sake, or to come below the limit."""
-        if wanted_by is None:
-            return self.held_bytes(layout)
+    def _spare(self, candidates: list[Region], wanted_by: KVLayout) -> list[Region]:
+        """Those that their layouts can do without for the sake of another; all or none of use."""
         fair_bytes = self.reachable_bytes // len(self._of.keys() | {wanted_by})
-        return self.held_bytes(layout) - fair_bytes if layout != wanted_by else 0
+        held_bytes, region_bytes = self.held_bytes(wanted_by), self.region_bytes(wanted_by)
+        if held_bytes and held_bytes + region_bytes > fair_bytes:
+            return []
+        spare: list[Region] = []
+        spare_bytes = 0
+        for layout in self._of:
+            if layout == wanted_by:
+                continue
+            mine = [region for region in candidates if region.layout == layout]
+            more_bytes = self.held_bytes(layout) - fair_bytes
+            count = min(len(mine), max(0, more_bytes) // self.region_bytes(layout))
+            spare_bytes += count * self.region_bytes(layout)
+            spare += mine if count else []
+        missing_bytes = self.allocated_bytes + region_bytes - self.reachable_bytes
+        return spare if spare_bytes >= missing_bytes else []
 
     def check_integrity(self) -> None:
         """Assert that every region agrees with itself, and the sums with the regions."""

@@ -67,7 +67,7 @@ class MachineConfig:
     linger_ms: int
     """End so long after the last engine has left; 0: never."""
     first_number: int
-    """Numbers of regions, grants and leases start here: random, so that no other node gave them."""
+    """Regions, grants and leases are numbered from here: random, so no other node gave them."""
     settings: dict[str, str] = field(default_factory=dict)
 
 
@@ -461,6 +461,7 @@ class Machine:
             self.lookups.expire(instance, self._now_ms)
             self._watch_workers(instance)
         self.regions.advance()
+        self.index.freshen()
         self._end_when_idle()
 
     def _end_when_idle(self) -> None:

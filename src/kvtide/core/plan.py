@@ -26,6 +26,8 @@ RETRY_MS = 100
 """After a drop that may pass (no memory yet), the chunk is offered again so much later."""
 PLANNED = "planned"
 PASSING = (DropReason.NO_MEMORY, DropReason.QUEUE_FULL, DropReason.NOT_MAPPED)
+OUTCOMES = (PLANNED, HELD, *DropReason)
+"""What may become of a block; in a plan's marks a block's outcome is its place here, plus one."""
 
 
 def usable_blocks(matched_blocks: int, token_count: int, block_tokens: int) -> int:
@@ -79,13 +81,12 @@ class StorePlan:
         self.next_chunk = next_chunk
         self.granted: deque[Granted] = deque()
         self._question: _Question | None = None
-        self._tail_end_block = 0  # end of the longest tail offered
+        self._tail_end_block = next_chunk * chain.blocks_per_chunk
         self._anchor_retries = 0
         self._retry_at_ms = 0
         self._passing: DropReason | None = None
-        self._accounted_blocks = 0
-        self._outcomes: dict[str, int] = {}
-        self._account(next_chunk * chain.blocks_per_chunk, HELD)
+        self._marks = bytearray()
+        self.mark(0, self._tail_end_block, HELD)
 
     @property
     def tail_end_block(self) -> int:
@@ -106,6 +107,10 @@ class StorePlan:
     def is_waiting(self) -> bool:
         """Something is asked for, or granted and not planned."""
         return bool(self.granted) or self.is_asking
+
+    def withdraw(self) -> None:
+        """The question was not sent, or nobody waits for its answer any more."""
+        self._question = None
 
     # ---- offering
 
@@ -165,8 +170,9 @@ class StorePlan:
             if not outcome:
                 grant, run = next(grants)
                 self.granted.append(Granted(grant, answer.connections, run, first_block))
+                self._passing = None
             else:
-                self._account(first_block + blocks, outcome)
+                self.mark(first_block, first_block + blocks, outcome)
             self._advance(chunk, blocks)
 
     def _advance(self, chunk: int, blocks: int) -> None:
@@ -181,47 +187,45 @@ class StorePlan:
         due: list[Granted] = []
         end_block = storable_tokens // self.chain.block_tokens
         while self.granted and self.granted[0].end_block <= end_block:
-            granted = self.granted.popleft()
-            self._account(granted.end_block, PLANNED)
-            due.append(granted)
+            due.append(self.granted.popleft())
         return due
 
-    def take_back(self) -> list[int]:
-        """The request waits, without blocks: the grants to return; it asks again when it runs."""
-        grants = [granted.grant for granted in self.granted]
-        if grants:
-            first_block = self.granted[0].first_block
-            self.next_chunk = min(self.next_chunk, first_block // self.chain.blocks_per_chunk)
-            self._tail_end_block = min(self._tail_end_block, first_block)
-            self.granted.clear()
+    def take_back(self, from_block: int = 0) -> list[int]:
+        """The grants to return of blocks behind this one; they are asked for again when due."""
+        grants = []
+        while self.granted and self.granted[-1].end_block > from_block:
+            granted = self.granted.pop()
+            grants.append(granted.grant)
+            first_chunk = granted.first_block // self.chain.blocks_per_chunk
+            self.next_chunk = min(self.next_chunk, first_chunk)
+            self._tail_end_block = min(self._tail_end_block, granted.first_block)
         return grants
 
-    def give_up(self, reason: DropReason, end_block: int) -> list[int]:
-        """Nothing more will be copied; the grants to return. Counts what is left up to a block."""
-        grants = [granted.grant for granted in self.granted]
-        self.granted.clear()
-        self._question = None
-        self._account(end_block, self._passing or reason)
-        return grants
-
-    def forget(self) -> None:
-        """The node that granted is gone: so are its grants, and what it held."""
-        self.granted.clear()
-        self._question = None
+    def forget(self) -> list[int]:
+        """Another connection: grants are to be returned, and nothing is known of what is held."""
+        grants = self.take_back()
+        self.withdraw()
         self.next_chunk = 0
         self._tail_end_block = 0
         self._retry_at_ms = 0
+        return grants
 
     # ---- accounts
 
-    def _account(self, end_block: int, outcome: str) -> None:
-        """Each block of a request counts once, with its first outcome."""
-        fresh = end_block - self._accounted_blocks
-        if fresh > 0:
-            self._accounted_blocks = end_block
-            self._outcomes[outcome] = self._outcomes.get(outcome, 0) + fresh
+    def mark(self, first_block: int, end_block: int, outcome: str) -> None:
+        """What became of these blocks; each keeps its first outcome."""
+        missing = end_block - len(self._marks)
+        self._marks.extend(bytes(max(0, missing)))
+        code = bytes([OUTCOMES.index(outcome) + 1])
+        self._marks[first_block:end_block] = self._marks[first_block:end_block].replace(
+            b"\0", code
+        )
 
-    def take_outcomes(self) -> dict[str, int]:
-        """Blocks by outcome since the last call: planned, held, or a drop reason."""
-        outcomes, self._outcomes = self._outcomes, {}
-        return outcomes
+    def outcomes(self, end_block: int, otherwise: DropReason) -> dict[str, int]:
+        """How many of the blocks before this one came to what; `otherwise` where nothing did."""
+        self.mark(0, end_block, self._passing or otherwise)
+        counts = {
+            str(outcome): self._marks.count(code, 0, end_block)
+            for code, outcome in enumerate(OUTCOMES, 1)
+        }
+        return {outcome: count for outcome, count in counts.items() if count}

@@ -23,10 +23,10 @@ class RegionCells:
         self.cells_per_slot = cells_per_slot
         self.free_cells = slot_count * cells_per_slot
         self._all_free = (1 << cells_per_slot) - 1
+        self._free = [self._all_free] * slot_count  # for each slot the bit set of its free cells
         # Highest first: pop() hands out the region from its start, so pages touched stay together.
         self._free_slots = list(range(slot_count - 1, -1, -1))
-        self._shared: dict[int, int] = {}  # slot -> bit set of its free cells, for slots of tails
-        # The same slots by the length of their longest free run; dicts, for a steady order.
+        # Shared slots by the length of their longest free run; dicts, for a steady order.
         self._by_run: list[dict[int, None]] = [{} for _ in range(cells_per_slot)]
 
     @property
@@ -45,55 +45,44 @@ class RegionCells:
         for slots in self._by_run[cells:]:
             if slots:
                 slot = next(iter(slots))
-                return self._lend(slot, self._unshare(slot), cells)
-        if not self._free_slots:
-            return None
-        return self._lend(self._free_slots.pop(), self._all_free, cells)
+                del slots[slot]
+                return self._lend(slot, cells)
+        return self._lend(self._free_slots.pop(), cells) if self._free_slots else None
 
     def give_back(self, first_cell: int, cells: int) -> None:
         """Return a run that `take` lent."""
         slot, start = divmod(first_cell, self.cells_per_slot)
         assert start + cells <= self.cells_per_slot, (first_cell, cells)
-        mask = ((1 << cells) - 1) << start
-        free = self._unshare(slot)
+        mask, free = ((1 << cells) - 1) << start, self._free[slot]
         assert free & mask == 0, f"cells {first_cell}+{cells} were free already"
-        self.free_cells += cells
-        assert self.free_cells <= self.cell_count, (self.free_cells, self.cell_count)
-        if free | mask == self._all_free:
-            self._free_slots.append(slot)
-        else:
-            self._share(slot, free | mask)
-
-    def _lend(self, slot: int, free: int, cells: int) -> int:
-        start = _first_run(free, cells)
-        free &= ~(((1 << cells) - 1) << start)
-        self.free_cells -= cells
-        if free:
-            self._share(slot, free)
-        return slot * self.cells_per_slot + start
-
-    def _share(self, slot: int, free: int) -> None:
-        self._shared[slot] = free
-        self._by_run[_longest_run(free)][slot] = None
-
-    def _unshare(self, slot: int) -> int:
-        """Take a slot out of those that are shared; its free cells, none where it was not."""
-        free = self._shared.pop(slot, 0)
         if free:
             del self._by_run[_longest_run(free)][slot]
-        return free
+        self.free_cells += cells
+        self._set_free(slot, free | mask)
+
+    def _lend(self, slot: int, cells: int) -> int:
+        start = _first_run(self._free[slot], cells)
+        self.free_cells -= cells
+        self._set_free(slot, self._free[slot] & ~(((1 << cells) - 1) << start))
+        return slot * self.cells_per_slot + start
+
+    def _set_free(self, slot: int, free: int) -> None:
+        self._free[slot] = free
+        if free == self._all_free:
+            self._free_slots.append(slot)
+        elif free:
+            self._by_run[_longest_run(free)][slot] = None
 
     def check_integrity(self) -> None:
         """Assert that the free list agrees with itself."""
-        shared = sum(free.bit_count() for free in self._shared.values())
-        counted = len(self._free_slots) * self.cells_per_slot + shared
+        counted = sum(free.bit_count() for free in self._free)
         assert counted == self.free_cells, (counted, self.free_cells)
-        assert len(set(self._free_slots)) == len(self._free_slots), "a slot is free twice"
-        assert not set(self._free_slots) & set(self._shared), "a slot is free and shared"
-        assert all(0 < free < self._all_free for free in self._shared.values()), self._shared
+        whole = [slot for slot, free in enumerate(self._free) if free == self._all_free]
+        assert whole == sorted(self._free_slots), "the list of free slots is wrong"
+        shared = {slot: _longest_run(free) for slot, free in enumerate(self._free) if free}
         by_run = {slot: run for run, slots in enumerate(self._by_run) for slot in slots}
-        wanted = {slot: _longest_run(free) for slot, free in self._shared.items()}
-        assert by_run == wanted, (by_run, wanted)
+        by_run |= dict.fromkeys(whole, self.cells_per_slot)
+        assert by_run == shared, (by_run, shared)
 
 
 def _longest_run(free: int) -> int:

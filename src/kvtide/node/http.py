@@ -1,15 +1,19 @@
 """HTTP, opt-in: `/healthz`, `/metrics` and `/status`.
 
 The standard library's server in a thread of its own: pages are rare, and the owner's loop stays
-free of HTTP. A page asks the owner by one call into its loop and waits a bounded time.
+free of HTTP. A page asks the owner by one call into its loop and waits a bounded time; `/healthz`
+does so too, since a node whose loop hangs is not well.
 """
 
 import asyncio
 import concurrent.futures
+import contextlib
 import hmac
 import json
 import logging
 import socket
+import socketserver
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +28,9 @@ logger = logging.getLogger("kvtide.node")
 
 ANSWER_S_MAX = 2.0
 """How long a page waits for the owner; also the time a client has to send its request."""
+TEXT = "text/plain; charset=utf-8"
+PAGES_MAX = 16
+"""Requests at one time; those above are closed unanswered."""
 
 
 class _Pages(BaseHTTPRequestHandler):
@@ -31,31 +38,32 @@ class _Pages(BaseHTTPRequestHandler):
 
     timeout = ANSWER_S_MAX
     server: "HTTPPages"
+    server_version = "kvtide"
+    sys_version = ""
 
     def do_GET(self) -> None:
         """Answer one of the three pages."""
         path = self.path.partition("?")[0]
         if path == "/healthz":
-            self._answer(200, "text/plain; charset=utf-8", "ok\n")
+            self._answer_with(TEXT, self.server.ask(lambda: "ok\n"))
         elif path == "/metrics":
-            self._answer_with("text/plain; version=0.0.4; charset=utf-8", render)
+            kind = "text/plain; version=0.0.4; charset=utf-8"
+            self._answer_with(kind, self.server.ask(self.server.metrics))
         elif path != "/status":
-            self._answer(404, "text/plain; charset=utf-8", "pages: /healthz /metrics /status\n")
+            self._answer(404, TEXT, "pages: /healthz /metrics /status\n")
         elif not self._may_see_status():
-            self._answer(403, "text/plain; charset=utf-8", "needs the token of http_token\n")
+            self._answer(403, TEXT, "needs the token of http_token\n")
         else:
-            self._answer_with("application/json", lambda status: json.dumps(status) + "\n")
+            self._answer_with("application/json", self.server.ask(self.server.status))
 
     def _may_see_status(self) -> bool:
         token = self.server.token
         given = self.headers.get("Authorization", "").encode("utf-8", "replace")
         return token is not None and hmac.compare_digest(given, b"Bearer " + token.encode())
 
-    def _answer_with(self, kind: str, write: Callable[[dict[str, Any]], str]) -> None:
-        try:
-            body = write(self.server.ask_owner())
-        except (concurrent.futures.TimeoutError, RuntimeError):
-            self._answer(503, "text/plain; charset=utf-8", "the node does not answer\n")
+    def _answer_with(self, kind: str, body: str | None) -> None:
+        if body is None:
+            self._answer(503, TEXT, "the node does not answer\n")
         else:
             self._answer(200, kind, body)
 
@@ -75,6 +83,7 @@ class HTTPPages(ThreadingHTTPServer):
     """The listening server; owned by the `with` of `opened`."""
 
     daemon_threads = True
+    request_queue_size = 4 * PAGES_MAX
 
     def __init__(
         self, config: NodeConfig, runtime: Runtime, loop: asyncio.AbstractEventLoop
@@ -84,25 +93,68 @@ class HTTPPages(ThreadingHTTPServer):
         self.token = config.http_token
         self._runtime = runtime
         self._loop = loop
+        self._free = threading.BoundedSemaphore(PAGES_MAX)
         if ":" in address.host:
             self.address_family = socket.AF_INET6
         super().__init__((address.host, address.port), _Pages)
 
-    def ask_owner(self) -> dict[str, Any]:
-        """The status, made in the owner's thread."""
-        answer: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
-        self._loop.call_soon_threadsafe(lambda: answer.set_result(self._runtime.status()))
-        return answer.result(ANSWER_S_MAX)
+    def server_bind(self) -> None:
+        """Bind without asking who we are: the standard library's would wait for a name server."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = "kvtide", self.socket.getsockname()[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, if there are not too many."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """One request from beginning to end."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone, or a fault of ours; neither is the node's end."""
+        logger.debug("a page was not answered: %r", sys.exc_info()[1])
+
+    def ask(self, make: Callable[[], str]) -> str | None:
+        """What `make` gives in the owner's thread; None where it gives nothing in time."""
+        answer: concurrent.futures.Future[str] = concurrent.futures.Future()
+
+        def call() -> None:
+            try:
+                answer.set_result(make())
+            except Exception as error:
+                logger.exception("a page cannot be made")
+                answer.set_exception(error)
+
+        with contextlib.suppress(Exception):  # the loop has ended, hangs, or `make` failed
+            self._loop.call_soon_threadsafe(call)
+            return answer.result(ANSWER_S_MAX)
+        return None
+
+    def metrics(self) -> str:
+        """In the owner's thread: the page /metrics."""
+        return render(self._runtime.numbers())
+
+    def status(self) -> str:
+        """In the owner's thread: the page /status."""
+        return json.dumps(self._runtime.status()) + "\n"
 
     @classmethod
     @contextmanager
     def opened(
         cls, config: NodeConfig, runtime: Runtime, loop: asyncio.AbstractEventLoop
     ) -> Iterator[None]:
-        """Serve pages inside the `with`, where they are asked for; a taken port is one warning."""
-        if config.http_address is None:
-            yield
-            return
+        """Serve pages inside the `with`; a port that is taken is one warning."""
         try:
             pages = cls(config, runtime, loop)
         except OSError as error:

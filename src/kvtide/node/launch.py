@@ -1,15 +1,22 @@
 """Starts a node that outlives whoever asked for it: `python -m kvtide.node.launch`.
 
 This program, not the engine, forks: an engine has threads, locks and gigabytes that a fork would
-copy. The node gets its own session, no open descriptors, all processors, its log as output, and
-none of the engine's environment but what it needs.
+copy. The node gets its own session, no open descriptors, all processors, the default memory
+policy, no blocked signals, and none of the engine's environment but what it needs. Its output,
+which is nothing but the last words of a broken interpreter, goes into its log.
 """
 
 import contextlib
+import ctypes
 import os
+import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+from kvtide.errors import KVTideError
+from kvtide.wire.places import open_directory
 
 KEPT_VARIABLES = (
     "PATH",
@@ -18,30 +25,31 @@ KEPT_VARIABLES = (
     "LANG",
     "LC_ALL",
     "TMPDIR",
+    "PYTHONHOME",
     "PYTHONPATH",
+    "LD_LIBRARY_PATH",  # where some interpreters find their own library
     "VIRTUAL_ENV",
     "XDG_RUNTIME_DIR",
     "XDG_CONFIG_HOME",
     "XDG_CACHE_HOME",
 )
+LEFT_VARIABLES = ("KVTIDE_SALT",)
+"""Ours, but not for the node: secrets of those who run commands."""
 START_S_MAX = 10.0
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+"""The number of the system call set_mempolicy(2), which libc does not wrap."""
+_MPOL_DEFAULT = 0
 
 
 def start_node(runtime_dir: Path, settings: dict[str, str] | None = None) -> None:
     """Start a node for this user; returns once it has been launched, not once it answers.
 
+    `settings` are variables (KVTIDE_HOST_BYTES=…) that hold for the node above the environment's.
     Raises OSError or subprocess.SubprocessError where no process can be started.
     """
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name in KEPT_VARIABLES or name.startswith("KVTIDE_")
-    }
-    environment["KVTIDE_RUNTIME_DIR"] = str(runtime_dir)
-    environment |= settings or {}
     subprocess.run(
-        [sys.executable, "-m", "kvtide.node.launch"],
-        env=environment,
+        [sys.executable, "-P", "-m", "kvtide.node.launch"],
+        env=_environment(runtime_dir) | (settings or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -51,6 +59,22 @@ def start_node(runtime_dir: Path, settings: dict[str, str] | None = None) -> Non
     )
 
 
+def _environment(runtime_dir: Path) -> dict[str, str]:
+    """What the node needs of ours; it starts in another directory, so paths are made whole."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name in KEPT_VARIABLES or (name.startswith("KVTIDE_") and name not in LEFT_VARIABLES)
+    }
+    if "PYTHONPATH" in environment:
+        places = environment["PYTHONPATH"].split(os.pathsep)
+        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(place) for place in places)
+    if "KVTIDE_CONFIG_FILE" in environment:
+        environment["KVTIDE_CONFIG_FILE"] = os.path.abspath(environment["KVTIDE_CONFIG_FILE"])
+    environment["KVTIDE_RUNTIME_DIR"] = str(runtime_dir)
+    return environment
+
+
 def _detach() -> None:
     """Become a process of its own: two forks, so that nobody waits for it or owns its terminal."""
     if os.fork():
@@ -58,16 +82,38 @@ def _detach() -> None:
     os.setsid()
     if os.fork():
         os._exit(0)
-    os.closerange(3, 1024)
     os.umask(0o077)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is not None:  # an engine bound to one NUMA node must not bind what all share
+        ctypes.CDLL(None).syscall(number, _MPOL_DEFAULT, None, 0)
+
+
+def _close_descriptors() -> None:
+    """All but the standard three; found, not counted up to a limit that may be a billion."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
+def _write_to_log() -> None:
+    """Let output end up in the node's log, if there may be one."""
+    with contextlib.suppress(KVTideError, OSError, KeyError):
+        log = open_directory(Path(os.environ["KVTIDE_RUNTIME_DIR"])).log
+        descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
 
 
 def main() -> None:
     """Detach, then become the node."""
     _detach()
-    os.execv(sys.executable, [sys.executable, "-m", "kvtide.node.main"])
+    _close_descriptors()
+    _write_to_log()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "kvtide.node.main"])
 
 
 if __name__ == "__main__":

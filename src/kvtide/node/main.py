@@ -3,32 +3,41 @@
 It takes the lock of the runtime directory, works out how much memory it may have, opens its
 socket, and hands over to `Runtime`. Whoever finds the lock taken leaves: one node for each user,
 runtime directory and wire version.
+
+A node that an engine started ends `linger_s` after its last engine. One that somebody serves in
+the foreground (a terminal, a service manager, a container) stays until it is told to end, unless
+`linger_s` is set.
 """
 
 import asyncio
 import contextlib
+import enum
 import fcntl
 import functools
 import gc
+import importlib
 import logging
 import logging.handlers
 import os
+import resource
 import secrets
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import kvtide
 from kvtide import config as settings
 from kvtide.clock import MonotonicClock
 from kvtide.core.machine import Machine, MachineConfig
-from kvtide.errors import ConfigError, HostMemoryError, KVTideError
+from kvtide.errors import ConfigError, KVTideError
 from kvtide.memory import probe
-from kvtide.node.http import HTTPPages
 from kvtide.node.runtime import Runtime
 from kvtide.units import GiB, MiB, format_bytes
-from kvtide.wire.places import Places, open_directory
-from kvtide.wire.server import check_socket_path
+from kvtide.wire.places import Places, check_socket_path, open_directory
+
+if TYPE_CHECKING:
+    from kvtide.node.http import HTTPPages
 
 logger = logging.getLogger("kvtide.node")
 
@@ -40,6 +49,22 @@ OOM_SCORE_ADJ = 500
 SWITCH_INTERVAL_S = 0.0005
 EXIT_CONFIG = 78
 """Exit code for settings or a machine that cannot be used (EX_CONFIG)."""
+EXIT_FAULT = 70
+"""Exit code after a fault of ours (EX_SOFTWARE)."""
+STAYS = "never (a node in the foreground stays until it is stopped)"
+
+
+class NodeRunning(KVTideError):
+    """There is a node in this runtime directory already."""
+
+
+class Way(enum.Enum):
+    """Who waits for the node."""
+
+    LAUNCHED = enum.auto()
+    """Nobody: an engine started it; what it says goes into its log."""
+    FOREGROUND = enum.auto()
+    """Whoever ran `kvtide serve`."""
 
 
 def host_bytes(wanted: int | None) -> int:
@@ -59,8 +84,17 @@ def host_bytes(wanted: int | None) -> int:
 
 
 def take_lock(places: Places) -> int | None:
-    """The lock of the runtime directory, held for life; None where a node has it."""
-    descriptor = os.open(places.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """The lock of the runtime directory, held for life; None where a node has it.
+
+    Raises ConfigError where it cannot be made.
+    """
+    try:
+        descriptor = os.open(places.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"the lock {places.lock} cannot be made ({error.strerror}): make room there, or set "
+            "KVTIDE_RUNTIME_DIR to another directory"
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -71,8 +105,13 @@ def take_lock(places: Places) -> int | None:
 
 def prepare_process() -> None:
     """Settings of the process that have no owner in code."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ), encoding="ascii")
+    with contextlib.suppress(OSError, ValueError):
+        score = Path("/proc/self/oom_score_adj")
+        wanted = max(OOM_SCORE_ADJ, int(score.read_text(encoding="ascii")))
+        score.write_text(str(wanted), encoding="ascii")
+    with contextlib.suppress(OSError, ValueError):  # each worker takes two, each region two more
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # The index has no cycles that detaching does not cut, and millions of objects to look at.
     gc.collect()
@@ -80,14 +119,29 @@ def prepare_process() -> None:
     gc.disable()
 
 
-async def serve(config: settings.Config, places: Places) -> int:
-    """Run a node until it ends; its exit code."""
-    clock = MonotonicClock()
+def linger_ms(config: settings.Config, way: Way) -> int:
+    """How long the machine may be without engines; 0: for ever."""
+    is_set = any(e.name == "linger_s" and e.source != "default" for e in config.effective())
+    if way is Way.FOREGROUND and not is_set:
+        return 0
+    return max(1, int(config.node.linger_s * 1000))  # 0 s: as soon as the last one has left
+
+
+def shown_settings(config: settings.Config, way: Way) -> list[dict[str, str]]:
+    """The node's own settings as they hold, for status and for engines to compare."""
     shown = [
         {"name": e.name, "value": e.value, "owner": e.owner, "source": e.source}
         for e in config.effective()
         if e.owner == "node"
     ]
+    if not linger_ms(config, way):
+        shown = [e | {"value": STAYS} if e["name"] == "linger_s" else e for e in shown]
+    return shown
+
+
+async def serve(config: settings.Config, places: Places, way: Way) -> int:
+    """Run a node until it ends; its exit code."""
+    shown = shown_settings(config, way)
     size_bytes = host_bytes(config.node.host_bytes)
     machine = Machine(
         MachineConfig(
@@ -95,14 +149,14 @@ async def serve(config: settings.Config, places: Places) -> int:
             pid=os.getpid(),
             version=kvtide.__version__,
             host_bytes=size_bytes,
-            linger_ms=int(config.node.linger_s * 1000),
-            first_region=secrets.randbits(30) << 32,
+            linger_ms=linger_ms(config, way),
+            first_number=secrets.randbits(30) << 32,
             settings={e["name"]: e["value"] for e in shown},
         )
     )
-    runtime = Runtime(machine, clock, places.socket, shown)
+    runtime = Runtime(machine, MonotonicClock(), places.socket, shown)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         stop = functools.partial(runtime.stop, number.name, on_purpose=True)
         loop.add_signal_handler(number, stop)
     runtime.listen()
@@ -113,50 +167,76 @@ async def serve(config: settings.Config, places: Places) -> int:
         places.socket,
         format_bytes(size_bytes),
     )
-    with HTTPPages.opened(config.node, runtime, loop):
+    with _pages(config, runtime, loop):
         return await runtime.run()
 
 
-def _log_to_file(places: Places) -> None:
+def _pages(
+    config: settings.Config, runtime: Runtime, loop: asyncio.AbstractEventLoop
+) -> contextlib.AbstractContextManager[None]:
+    """HTTP, where it is asked for; else its modules are a sixth of the start, for nothing."""
+    if config.node.http_address is None:
+        return contextlib.nullcontext()
+    pages: type[HTTPPages] = importlib.import_module("kvtide.node.http").HTTPPages
+    return pages.opened(config.node, runtime, loop)
+
+
+def log_to_file(places: Places) -> None:
+    """Keep a log of at most twice LOG_BYTES_MAX."""
     handler = logging.handlers.RotatingFileHandler(
-        places.log, maxBytes=LOG_BYTES_MAX, backupCount=1
+        places.log, maxBytes=LOG_BYTES_MAX, backupCount=1, encoding="utf-8"
     )
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     root = logging.getLogger("kvtide")
     root.addHandler(handler)
     root.setLevel(logging.INFO)
+    logging.raiseExceptions = False  # a full disk costs the log, not the cache
 
 
-def run(*, log_to_file: bool) -> int:
-    """Become the node of this user, unless there is one. The process's exit code."""
-    try:
-        config = settings.read()
-        places = open_directory(config.runtime_dir)
-        check_socket_path(places.socket)
-    except KVTideError as error:
-        print(f"kvtide: {error}", file=sys.stderr)
-        return EXIT_CONFIG
-    lock = take_lock(places)
-    if lock is None:
-        print(f"kvtide: a node is running already, in {places.directory}", file=sys.stderr)
-        return 0
-    if log_to_file:
-        with contextlib.suppress(OSError):  # a full disk costs the log, not the cache
-            _log_to_file(places)
+def become_node(way: Way) -> int:
+    """Become the node of this user; the exit code once it has ended.
+
+    Raises:
+        KVTideError: it cannot be: settings, runtime directory, kernel, memory.
+        NodeRunning: there is one already.
+    """
+    config = settings.read()
+    places = open_directory(config.runtime_dir)
+    check_socket_path(places.socket)
+    if take_lock(places) is None:  # else the descriptor stays open for as long as we live
+        raise NodeRunning(f"a node is running already, in {places.directory}")
+    if way is Way.LAUNCHED:
+        with contextlib.suppress(OSError):
+            log_to_file(places)
     missing = probe.kernel_features().missing
     if missing:
-        logger.error("this kernel lacks %s", ", ".join(missing))
-        return EXIT_CONFIG
+        raise ConfigError(f"this kernel lacks {', '.join(missing)}")
     prepare_process()
     try:
-        return asyncio.run(serve(config, places))
-    except (ConfigError, HostMemoryError) as error:
-        logger.critical("%s", error)
-        return EXIT_CONFIG
+        return asyncio.run(serve(config, places, way))
     except OSError as error:
-        logger.critical("the node cannot serve at %s: %s", places.socket, error)
+        raise ConfigError(f"the node cannot serve at {places.socket}: {error}") from error
+
+
+def main() -> int:
+    """The process that `kvtide.node.launch` becomes."""
+    try:
+        return become_node(Way.LAUNCHED)
+    except NodeRunning as error:
+        print(f"kvtide: {error}", file=sys.stderr)
+        return 0
+    except KVTideError as error:
+        if logging.getLogger("kvtide").handlers:
+            logger.critical("%s", error)
+        else:
+            print(f"kvtide: {error}", file=sys.stderr)
         return EXIT_CONFIG
+    except Exception:
+        logger.critical("a fault in kvtide", exc_info=True)
+        return EXIT_FAULT
 
 
 if __name__ == "__main__":
-    sys.exit(run(log_to_file=True))
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # nothing that hangs, such as a thread in the kernel, may hold up the end

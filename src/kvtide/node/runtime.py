@@ -2,6 +2,12 @@
 
     socket ─► Received ─► machine.handle ─► effects ─► socket, memory, log
 
+Whatever the machine or this file does not expect ends the node: engines serve on without it and
+start another, which beats going on with a state that nobody believes.
+
+A process is watched through the pidfd that its hello brings, once, whatever number of connections
+it makes: by the last of them that the machine knows it by.
+
 Ownership
     machine, server, memory files   the loop's thread; nobody else touches them
     allocating and freeing memory   one helper thread, which only sees the memory it was given
@@ -25,7 +31,8 @@ from kvtide.core.layout import KVLayout
 from kvtide.core.machine import Machine
 from kvtide.errors import HostMemoryError, WireError
 from kvtide.memory.region import GenerationMemory, RegionMemory
-from kvtide.node.report import config_values, status
+from kvtide.node.processes import pidfd_fault
+from kvtide.node.report import add_left, config_values, numbers, status
 from kvtide.node.watch import MemoryWatch
 from kvtide.wire.server import Connection, Server
 
@@ -35,6 +42,10 @@ TICK_S = 0.1
 PULSE_TICKS = 10
 """Every so many ticks: look at memory, at the socket's path."""
 STOP_S_MAX = 5.0
+FREEING_THREADS = 8
+NAME_CHARS_SHOWN = 64
+FIRST_ENGINE_S = 60.0
+"""A node that no engine has come to yet waits at least this long for the one that started it."""
 EXIT_ASSERTION = 70
 """Exit code when the machine no longer believes its state (EX_SOFTWARE)."""
 
@@ -65,25 +76,39 @@ class Runtime:
         self._memory: dict[int, _Memory] = {}
         self._allocator = ThreadPoolExecutor(1, thread_name_prefix="kvtide-memory")
         self._processes: dict[int, int] = {}  # pidfd by the connection that handed it over
+        self._had_engine = False
+        self._left: dict[str, int] = {}  # counts of engines that have left
         self._watch = MemoryWatch(machine.config.host_bytes)
         self._own_pidfd = os.pidfd_open(os.getpid())
         self._loop = asyncio.get_running_loop()
         self._events: deque[fx.Event] = deque()
         self._ticks = 0
-        self._inode = 0
+        self._path_fd = -1
+        self._watch_fault = ""
 
     # ---- life
 
     def listen(self) -> None:
         """Be there for engines."""
+        self._loop.set_exception_handler(self._on_exception)
         self._server.listen(self.socket_path)
-        self._inode = self.socket_path.stat().st_ino
+        # Held open, the socket keeps its number: no other file can be taken for it.
+        self._path_fd = os.open(self.socket_path, os.O_PATH | os.O_CLOEXEC)
         self._loop.call_later(TICK_S, self._tick)
 
     async def run(self) -> int:
         """Serve until told to end; the process's exit code."""
         await self.ended.wait()
-        await asyncio.wait_for(asyncio.to_thread(self._allocator.shutdown), STOP_S_MAX)
+        memories, self._memory = list(self._memory.values()), {}
+        # Not the loop's own threads, for which it would wait as long as the kernel likes. Several,
+        # since the kernel takes a quarter of a second to free a GiB.
+        freeing = ThreadPoolExecutor(FREEING_THREADS, thread_name_prefix="kvtide-free")
+        closing = [self._loop.run_in_executor(freeing, self._allocator.shutdown)]
+        closing += [self._loop.run_in_executor(freeing, _close_memory, one) for one in memories]
+        try:
+            await asyncio.wait_for(asyncio.gather(*closing), STOP_S_MAX)
+        except TimeoutError:
+            logger.warning("memory is still being freed after %g s; ends without", STOP_S_MAX)
         return self.exit_code
 
     def stop(self, why: str, *, on_purpose: bool, exit_code: int = 0) -> None:
@@ -97,12 +122,8 @@ class Runtime:
         self._server.close()
         if self._path_is_ours():
             self.socket_path.unlink(missing_ok=True)
-        for pidfd in self._processes.values():
-            self._loop.remove_reader(pidfd)
-            os.close(pidfd)
-        self._processes.clear()
-        for number in list(self._memory):
-            _close_memory(self._memory.pop(number))
+        for number in list(self._processes):
+            self._forget_process(number)
 
     def _tick(self) -> None:
         if self.ended.is_set():
@@ -111,17 +132,33 @@ class Runtime:
         self._ticks += 1
         self._feed(fx.Tick())
         if self._ticks % PULSE_TICKS == 0:
-            limit = self._watch.limit(self.machine.host.allocated_bytes)
-            if limit is not None:
-                self._feed(fx.HostLimit(limit))
+            self._look_at_memory()
             if not self._path_is_ours():
                 self.stop(f"its socket {self.socket_path} is gone", on_purpose=False)
 
+    def _look_at_memory(self) -> None:
+        try:
+            limit = self._watch.limit(self.machine.host.allocated_bytes)
+        except (HostMemoryError, OSError, ValueError) as error:
+            # A strange /proc costs the watching, not the node; allocating asks for itself.
+            if str(error) != self._watch_fault:
+                self._watch_fault = str(error)
+                logger.warning("the memory around the node cannot be watched: %s", error)
+            return
+        if limit is not None:
+            self._feed(fx.HostLimit(limit))
+
     def _path_is_ours(self) -> bool:
         try:
-            return self.socket_path.stat().st_ino == self._inode
+            there, ours = self.socket_path.stat(), os.fstat(self._path_fd)
         except OSError:
             return False
+        return os.path.samestat(there, ours)
+
+    def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        logger.critical("%s", context["message"], exc_info=error)
+        self.stop(f"a fault in kvtide: {error!r}", on_purpose=False, exit_code=EXIT_ASSERTION)
 
     # ---- in
 
@@ -136,37 +173,57 @@ class Runtime:
             case m.Bye():
                 self._server.drop(connection.number)
             case m.Command():
-                self._server.send(connection.number, self._command(message))
+                self._server.send(connection.number, self._answer(message))
                 self._server.close_after_sending(connection.number)
             case m.SchedulerHello() | m.WorkerHello():
-                self._watch_process(connection, message.pid, descriptors)
+                self._watch_process(connection, descriptors[0])
                 self._feed(fx.Received(connection.number, message))
+                self._watch_once(connection.number)
             case _:
-                if descriptors:
-                    raise WireError(f"a {type(message).__name__} with descriptors")
+                for descriptor in descriptors:
+                    os.close(descriptor)
                 self._feed(fx.Received(connection.number, message))
 
     def _on_closed(self, number: int) -> None:
         self._feed(fx.Disconnected(number))
+        if number not in self.machine.peers:  # its hello was refused: nothing hangs on it
+            self._forget_process(number)
 
-    def _watch_process(self, connection: Connection, pid: int, descriptors: list[int]) -> None:
-        """Take the pidfd that a hello must carry; it must be of the process that speaks."""
-        if len(descriptors) != 1:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            raise WireError("a hello must carry one descriptor, a pidfd of its process")
-        pidfd = descriptors[0]
-        if connection.number in self._processes or _pid_of(pidfd) != connection.peer_pid:
+    def _watch_process(self, connection: Connection, pidfd: int) -> None:
+        """Take the pidfd that a hello carries; it must be of the process that speaks."""
+        fault = "a second hello on one connection"
+        if connection.number not in self._processes:
+            fault = pidfd_fault(pidfd, connection.peer_pid)
+        if fault:
             os.close(pidfd)
-            raise WireError(f"a second hello, or a pidfd that is not of the process {pid}")
+            raise WireError(fault)
+        self._had_engine = True
         self._processes[connection.number] = pidfd
         self._loop.add_reader(pidfd, self._process_died, connection.number)
 
+    def _watch_once(self, number: int) -> None:
+        """A process that is back on a new connection is watched by that alone."""
+        peer = self.machine.peers.get(number)
+        if peer is None:
+            return
+        for other in list(self._processes):
+            if other != number and self.machine.peers.get(other) is peer:
+                self._forget_process(other)
+
     def _process_died(self, number: int) -> None:
-        pidfd = self._processes.pop(number)
-        self._loop.remove_reader(pidfd)
-        os.close(pidfd)
-        self._feed(fx.ProcessDied(number))
+        self._server.read_rest(number)
+        if number in self._processes:
+            self._forget_process(number)
+            before = dict(self.machine.instances)
+            self._feed(fx.ProcessDied(number))
+            for engine_id in before.keys() - self.machine.instances.keys():
+                add_left(self._left, before[engine_id].counts)
+
+    def _forget_process(self, number: int) -> None:
+        pidfd = self._processes.pop(number, None)
+        if pidfd is not None:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
 
     def _feed(self, event: fx.Event) -> None:
         """Take an event in; one that arises while effects are carried out waits its turn."""
@@ -176,19 +233,19 @@ class Runtime:
         while self._events and not self.ended.is_set():
             try:
                 self._carry_out(self.machine.handle(self._events[0], self.clock.now_ms()))
-            except AssertionError:
-                self._give_up(self._events[0])
+            except Exception:
+                self._give_up(type(self._events[0]).__name__)
             self._events.popleft()
 
-    def _give_up(self, event: fx.Event) -> None:
+    def _give_up(self, at: str) -> None:
         """Never go on with a state that is not believed: engines find or start another node."""
         logger.critical(
-            "an assertion failed at %s; counts %s\n%s",
-            type(event).__name__,
+            "the node's state is broken, seen at %s; counts %s\n%s",
+            at,
             self.machine.counts,
             traceback.format_exc(),
         )
-        self.stop("an assertion failed", on_purpose=False, exit_code=EXIT_ASSERTION)
+        self.stop("its state is broken", on_purpose=False, exit_code=EXIT_ASSERTION)
 
     # ---- out
 
@@ -214,7 +271,13 @@ class Runtime:
                 case fx.Note(text, is_warning):
                     logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
                 case fx.End(why, on_purpose):
-                    self.stop(why, on_purpose=on_purpose)
+                    self._end(why, on_purpose=on_purpose)
+
+    def _end(self, why: str, *, on_purpose: bool) -> None:
+        """The machine says this at each tick; it does not know who started the node, and why."""
+        uptime_s = (self.clock.now_ms() - self.started_ms) / 1000
+        if self._had_engine or uptime_s >= FIRST_ENGINE_S:
+            self.stop(why, on_purpose=on_purpose)
 
     def _send_region(self, effect: fx.SendRegion) -> None:
         memory = self._memory[effect.region]
@@ -238,6 +301,14 @@ class Runtime:
 
     # ---- commands
 
+    def _answer(self, command: m.Command) -> m.CommandAnswer:
+        """Answer a command; a page that cannot be made costs the page."""
+        try:
+            return self._command(command)
+        except Exception as error:
+            logger.exception("the command %r failed", command.name[:NAME_CHARS_SHOWN])
+            return m.CommandAnswer({}, error=f"the node cannot answer this: {error!r}"[:1000])
+
     def _command(self, command: m.Command) -> m.CommandAnswer:
         match command.name:
             case "status":
@@ -251,7 +322,8 @@ class Runtime:
                 return self._clear(command.arguments.get("salt_digest"))
             case "check":
                 return self._check()
-        return m.CommandAnswer({}, error=f"the node knows no command {command.name!r}")
+        name = command.name[:NAME_CHARS_SHOWN]
+        return m.CommandAnswer({}, error=f"the node knows no command {name!r}")
 
     def _clear(self, salt_digest: str | None) -> m.CommandAnswer:
         try:
@@ -262,22 +334,31 @@ class Runtime:
             return m.CommandAnswer(
                 {}, error="a salt digest is 64 hex digits, or empty for no salt"
             )
-        cleared = self.machine.clear(digest)
-        self._carry_out(self.machine.take_effects())
+        try:
+            cleared = self.machine.clear(digest)
+            self._carry_out(self.machine.take_effects())
+        except Exception:
+            self._loop.call_soon(self._give_up, "clear")
+            return m.CommandAnswer({}, error="the node's state is broken; it ends")
+        logger.info("cleared %d entries", cleared)
         return m.CommandAnswer({"entries": cleared})
 
     def _check(self) -> m.CommandAnswer:
         try:
             self.machine.check_integrity()
-        except AssertionError as error:
-            self._loop.call_soon(self._give_up, fx.Tick())
-            return m.CommandAnswer({}, error=f"the node's state is broken: {error}")
+        except Exception as error:
+            self._loop.call_soon(self._give_up, "check")
+            return m.CommandAnswer({}, error=f"the node's state is broken: {error}"[:1000])
         return m.CommandAnswer({"entries": len(self.machine.index.entries)})
 
     def status(self) -> dict[str, Any]:
         """What `kvtide status` shows."""
         uptime_ms = self.clock.now_ms() - self.started_ms
-        return status(self.machine, uptime_ms, self._shown)
+        return status(self.machine, self._left, uptime_ms, self._shown)
+
+    def numbers(self) -> dict[str, Any]:
+        """What `/metrics` shows; cheap, however much is held."""
+        return numbers(self.machine, self._left)
 
 
 def _allocate(number: int, layout: KVLayout, cell_count: int) -> "_Memory | str":
@@ -298,13 +379,3 @@ def _close_memory(memory: _Memory) -> None:
     for shard in memory.shards:
         shard.close()
     memory.generations.close()
-
-
-def _pid_of(pidfd: int) -> int:
-    """The process a pidfd stands for; -1 for another kind of descriptor, or a dead process."""
-    try:
-        text = Path(f"/proc/self/fdinfo/{pidfd}").read_text(encoding="ascii")
-    except OSError:
-        return -1
-    fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
-    return int(fields.get("Pid", "-1"))

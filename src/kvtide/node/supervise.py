@@ -20,8 +20,10 @@ COME_UP_S_MAX = 5.0
 class NodeStarter:
     """Decides and starts; owned by one thread. Times are seconds of one monotonic clock."""
 
-    def __init__(self, runtime_dir: Path) -> None:
+    def __init__(self, runtime_dir: Path, settings: dict[str, str] | None = None) -> None:
+        """`settings`: variables that hold for the node, from `Config.node_environment`."""
         self._runtime_dir = runtime_dir
+        self._settings = settings or {}
         self._started_s: float | None = None
         self._pause_s = 0.0
         self._next_s = 0.0
@@ -41,7 +43,7 @@ class NodeStarter:
             return
         self._started_s = now_s
         try:
-            start_node(self._runtime_dir)
+            start_node(self._runtime_dir, self._settings)
             self.error = ""
         except (OSError, subprocess.SubprocessError) as error:
             self.error = str(error)

@@ -7,7 +7,6 @@ may grow back.
 
 from collections.abc import Callable
 
-from kvtide.errors import HostMemoryError
 from kvtide.memory.probe import HostMemory, host_memory
 from kvtide.units import MiB
 
@@ -27,11 +26,11 @@ class MemoryWatch:
         self._limit_bytes = host_bytes
 
     def limit(self, allocated_bytes: int) -> int | None:
-        """The new limit of the host tier, or None where nothing changed enough."""
-        try:
-            memory = self._look()
-        except HostMemoryError:
-            return None
+        """The new limit of the host tier, or None where nothing changed enough.
+
+        Raises HostMemoryError where nothing can be seen.
+        """
+        memory = self._look()
         whole_bytes = memory.limit.limit_bytes if memory.limit else memory.total_bytes
         reserve_bytes = max(RESERVE_BYTES_MIN, int(whole_bytes * RESERVE_RATIO))
         wanted = allocated_bytes + memory.available_bytes - reserve_bytes

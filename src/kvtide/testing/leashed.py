@@ -88,7 +88,7 @@ class LeashedProgram:
     def _end(self, order: Callable[[subprocess.Popen[bytes]], object]) -> End:
         process = self._running()
         wait_s = self._grace_s + 2 * leash.LEFT_GRACE_S + leash.TRACKER_GRACE_S
-        with _interrupt_held_back():
+        with _signals_held_back():
             if process.poll() is None:
                 order(process)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -150,22 +150,27 @@ class LeashedProgram:
         In vLLM's logs the cause stands far above the end, which is of the process above.
         """
         lines = self.log_lines()
-        causes = [line for line in lines if "Error: " in line][:CAUSE_COUNT_SHOWN]
+        errors = [line for line in lines if "Error: " in line and "WARNING" not in line]
+        causes = list(dict.fromkeys(errors))[:CAUSE_COUNT_SHOWN]
         last = lines[-LOG_LINE_COUNT_SHOWN:]
         return "\n  ".join([f"from its log ({self.log}):", *causes, "…", *last])
 
 
 @contextlib.contextmanager
-def _interrupt_held_back() -> Iterator[None]:
-    """Hold Ctrl-C back for the seconds that an end takes; it is delivered afterwards."""
-    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+def _signals_held_back() -> Iterator[None]:
+    """Hold Ctrl-C and its like back for the seconds that an end takes; delivered afterwards."""
+    if threading.current_thread() is not threading.main_thread():  # which alone handles signals
         yield
         return
     held_back: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: held_back.append(number))
+    before = {
+        number: signal.signal(number, lambda number, frame: held_back.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if held_back:
-            signal.raise_signal(signal.SIGINT)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for held in dict.fromkeys(held_back):
+            signal.raise_signal(held)

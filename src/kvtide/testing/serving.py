@@ -40,6 +40,8 @@ TINY_LLAMA_B = MODELS / "tiny-llama-b"
 KVTIDE: Mapping[str, object] = {"kv_connector": "KVTideConnector", "kv_role": "kv_both"}
 
 START_S_MAX = 300.0  # 10 to 30 s are usual; a first start on a busy machine compiles
+KVTIDE_ON_S_MAX = 60.0  # the first start reads all weights to know what they are
+KVTIDE_ON, KVTIDE_OFF = "kvtide on: ", "kvtide off: "
 POLL_S = 0.05
 QUICK_REPLY_S_MAX = 30.0  # of anything but a completion
 NOT_INHERITED = ("VLLM_", "KVTIDE_", "LMCACHE_", "OMP_", "KMP_", "PYTHON")
@@ -157,6 +159,23 @@ class ServedEngine(LeashedProgram):
                 raise ProgramError(f"the engine needs over {start_s_max:g} s; {self.log_end()}")
             self._on_wait(elapsed_s)
             time.sleep(POLL_S)
+
+    def wait_kvtide(self, on_s_max: float = KVTIDE_ON_S_MAX) -> str:
+        """Wait until kvtide is on in this engine; returns what it says of itself.
+
+        Raises ProgramError if it is off, or says nothing in time.
+        """
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < on_s_max:
+            for line in reversed(self.log_lines()):
+                _, is_on, text = line.partition(KVTIDE_ON)
+                if is_on:
+                    return text
+                if KVTIDE_OFF in line:
+                    raise ProgramError(f"the engine serves uncached: {line}")
+            self._on_wait(time.monotonic() - began_s)
+            time.sleep(POLL_S)
+        raise ProgramError(f"kvtide is not on after {on_s_max:g} s; {self.log_end()}")
 
     def _end(self, order: Callable[[subprocess.Popen[bytes]], object]) -> End:
         try:

@@ -6,7 +6,7 @@ from typing import Any
 from kvtide.core.messages import Command, CommandAnswer
 from kvtide.errors import NodeUnreachable, WireError
 from kvtide.wire.frames import FrameReader, encode, receive
-from kvtide.wire.places import Places
+from kvtide.wire.places import Places, check_socket_path
 
 ANSWER_S_MAX = 5.0
 
@@ -15,9 +15,11 @@ def ask(places: Places, name: str, arguments: dict[str, str] | None = None) -> d
     """Send a command and wait for its answer.
 
     Raises:
+        ConfigError: the runtime directory has too long a path.
         NodeUnreachable: no node listens here, or it does not answer in time.
         WireError: the node refused the command.
     """
+    check_socket_path(places.socket)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with sock:
         sock.settimeout(ANSWER_S_MAX)
@@ -25,7 +27,7 @@ def ask(places: Places, name: str, arguments: dict[str, str] | None = None) -> d
             sock.connect(str(places.socket))
             sock.sendall(encode(Command(name, arguments or {})))
             answer = _answer(sock)
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):  # the latter when its queue of peers is full
             raise NodeUnreachable(
                 f"the node at {places.socket} does not answer; its log is {places.log}"
             ) from None
@@ -41,10 +43,13 @@ def ask(places: Places, name: str, arguments: dict[str, str] | None = None) -> d
 
 def _answer(sock: socket.socket) -> CommandAnswer:
     reader = FrameReader()
-    while True:
-        data, descriptors = receive(sock)
-        if not data:
-            raise NodeUnreachable("the node ended without an answer")
-        for message, _ in reader.feed(data, descriptors):
-            if isinstance(message, CommandAnswer):
-                return message
+    try:
+        while True:
+            data, descriptors = receive(sock)
+            if not data:
+                raise NodeUnreachable("the node ended, or refused us, without an answer")
+            for message, _ in reader.feed(data, descriptors):
+                if isinstance(message, CommandAnswer):
+                    return message
+    finally:
+        reader.close()

@@ -6,14 +6,16 @@
                  └────────── what the length counts ────────────────┘
 
 Descriptors are attached to a frame's first byte and arrive in order, never later than it, so a
-frame that names n of them takes the n oldest that have come. Lengths are checked before anything
-is allocated, decoding is typed and runs no code, and whatever is wrong is a `WireError` that
-costs the connection.
+frame that names n of them takes the n oldest that have come. How many a kind carries is fixed;
+any others are closed with the connection, so that nobody can fill another's table. Lengths are
+checked before anything is allocated, decoding is typed and runs no code, and whatever is wrong is
+a `WireError` that costs the connection.
 """
 
 import os
 import socket
 import struct
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from typing import get_args
@@ -27,23 +29,38 @@ from kvtide.errors import WireError
 FRAME_BYTES_MAX = 4 << 20
 DESCRIPTORS_MAX = 8
 """Descriptors that may wait for their frame."""
-RECEIVE_BYTES = 1 << 18
+RECEIVE_BYTES = 1 << 16
+"""Taken from the socket at once: whoever sends much waits for the others in between."""
+FRAME_COST_BYTES = 256
+"""What a waiting frame takes besides its bytes; else tiny frames would outgrow every bound."""
 
 _HEAD = struct.Struct("<IBB")
 _LENGTH = struct.Struct("<I")
+_INT_BYTES = array("i").itemsize
+_CONTROL_BYTES = socket.CMSG_LEN(DESCRIPTORS_MAX * _INT_BYTES)
 _KINDS: tuple[type, ...] = get_args(Message)
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 _DECODERS: list[msgspec.msgpack.Decoder[Message]] = [
     msgspec.msgpack.Decoder(kind) for kind in _KINDS
 ]
 _ENCODER = msgspec.msgpack.Encoder()
+_DESCRIPTORS = {
+    messages.SchedulerHello: 1,  # a pidfd of the sender
+    messages.WorkerHello: 1,
+    messages.Welcome: 1,
+    messages.RegionOffer: 2,  # cells, generations
+}
 
 assert messages.WIRE_VERSION == 1, "kinds are numbered by their place: raise the version, too"
 
 
 def encode(message: Message, descriptor_count: int = 0) -> bytes:
-    """One frame. Raises WireError for a message that is too large to be sent."""
-    payload = _ENCODER.encode(message)
+    """One frame. Raises WireError for a message that cannot be sent: too large, or too deep."""
+    try:
+        payload = _ENCODER.encode(message)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        text = f"a {type(message).__name__} that cannot be written: {error}"
+        raise WireError(text) from None
     if len(payload) + 2 > FRAME_BYTES_MAX:
         raise WireError(f"a {type(message).__name__} of {len(payload)} bytes is too large")
     return _HEAD.pack(len(payload) + 2, _NUMBERS[type(message)], descriptor_count) + payload
@@ -64,14 +81,14 @@ class FrameReader:
         self._data += data
         self._descriptors.extend(descriptors)
         if len(self._descriptors) > DESCRIPTORS_MAX:
-            raise WireError(f"{len(self._descriptors)} descriptors came that no frame asked for")
+            raise self._unasked()
         while len(self._data) >= _HEAD.size:
             length, kind, count = _HEAD.unpack_from(self._data)
             if not 2 <= length <= FRAME_BYTES_MAX:
                 raise WireError(
                     f"a frame of {length} bytes; at most {FRAME_BYTES_MAX} are allowed"
                 )
-            if kind >= len(_KINDS) or count > DESCRIPTORS_MAX:
+            if kind >= len(_KINDS) or count != _DESCRIPTORS.get(_KINDS[kind], 0):
                 raise WireError(f"a frame of kind {kind} with {count} descriptors")
             end = _LENGTH.size + length
             if len(self._data) < end:
@@ -82,6 +99,11 @@ class FrameReader:
                 raise WireError(f"a frame names {count} descriptors that did not come")
             message = _decode(kind, payload)
             yield message, [self._descriptors.popleft() for _ in range(count)]
+        if self._descriptors and not self._data:
+            raise self._unasked()
+
+    def _unasked(self) -> WireError:
+        return WireError(f"{len(self._descriptors)} descriptors came that no frame asked for")
 
     def close(self) -> None:
         """Close the descriptors that nobody took."""
@@ -98,7 +120,12 @@ def _decode(kind: int, payload: bytes) -> Message:
 
 def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
     """What the kernel has now; empty bytes at the end of the stream. Raises BlockingIOError."""
-    data, descriptors, flags, _ = socket.recv_fds(sock, RECEIVE_BYTES, DESCRIPTORS_MAX)
+    # Not socket.recv_fds, which drops its flags: an engine's child would inherit the descriptors.
+    data, controls, flags, _ = sock.recvmsg(RECEIVE_BYTES, _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array("i")
+    for level, kind, content in controls:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(content[: len(content) // _INT_BYTES * _INT_BYTES])
     if flags & socket.MSG_CTRUNC:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -118,11 +145,14 @@ class Outbox:
         return bool(self._frames)
 
     def add(self, frame: bytes, descriptors: list[int]) -> bool:
-        """Queue a frame; False where the queue is full. Descriptors are duplicated."""
-        if self._waiting_bytes + len(frame) > self._bytes_max:
+        """Queue a frame; False where the queue is full. Descriptors are duplicated.
+
+        Raises OSError where this process may have no more descriptors.
+        """
+        if self._waiting_bytes + len(frame) + FRAME_COST_BYTES > self._bytes_max:
             return False
-        self._frames.append((memoryview(frame), [os.dup(number) for number in descriptors]))
-        self._waiting_bytes += len(frame)
+        self._frames.append((memoryview(frame), _duplicates(descriptors)))
+        self._waiting_bytes += len(frame) + FRAME_COST_BYTES
         return True
 
     def flush(self, sock: socket.socket) -> None:
@@ -141,6 +171,7 @@ class Outbox:
             self._waiting_bytes -= sent
             if sent == len(rest):
                 self._frames.popleft()
+                self._waiting_bytes -= FRAME_COST_BYTES
             else:
                 self._frames[0] = (rest[sent:], [])
 
@@ -150,3 +181,16 @@ class Outbox:
             for number in self._frames.popleft()[1]:
                 os.close(number)
         self._waiting_bytes = 0
+
+
+def _duplicates(descriptors: list[int]) -> list[int]:
+    """Copies of all of them, or none."""
+    copies: list[int] = []
+    try:
+        for number in descriptors:
+            copies.append(os.dup(number))  # noqa: PERF401 - what there is must be closed
+    except OSError:
+        for number in copies:
+            os.close(number)
+        raise
+    return copies

@@ -1,6 +1,7 @@
 """The engines' side of the socket: one thread that keeps a connection to the node alive.
 
-    seeking ─connected─► greeting ─Welcome─► up ─end of file─► seeking (0.1 s, doubling to 5 s)
+    seeking ─connected─► greeting ─Welcome─► up ─end of file─► seeking (0.1 s, doubling to 5 s
+                             │                                          while it ends soon again)
                              └─Refused─► refused (asks again after 5 s)
 
 The link never makes its owner wait: `send` puts a frame into a bounded outbox and gives the socket
@@ -8,27 +9,37 @@ what it takes at once; a full outbox is a False. Everything that arrives is hand
 callbacks on the link's thread.
 
 A node that is stopped or slow is told from one that is dead: death is seen through its pidfd,
-slowness through silence. After five questions without an answer the *breaker* opens: `is_usable`
-is False, nothing is sent but one ping after 1 s, doubling to 30 s; anything heard closes it.
+slowness through silence. After five questions, or three pings, without an answer the *breaker*
+opens: `is_usable` is False, nothing is sent but one ping after 1 s, doubling to 30 s; anything
+heard closes it.
+
+A connection may end long before the process behind it does: a node closes its sockets first and
+frees its memory then. So the pidfd is watched after the connection has ended, and the owner is
+told when the death is proven; until then, for as long as a node may take to end, none is called
+absent.
 
 Ownership
     socket, reader, state of the connection   the link's thread
-    outbox                                    any thread, under `_lock`; flushed without waiting
+    outbox, descriptor that wakes the thread  any thread, under `_lock`; flushed without waiting
     breaker counters                          any thread, plain integers
 """
 
 import contextlib
+import logging
 import os
 import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from kvtide.core.messages import Bye, Message, Ping, Pong, Refused, Stopping, Welcome
 from kvtide.errors import WireError
 from kvtide.wire.frames import FrameReader, Outbox, encode, receive
+
+logger = logging.getLogger("kvtide.wire")
 
 OUTBOX_BYTES_MAX = 16 << 20
 SEEK_S = 0.1
@@ -38,6 +49,11 @@ REFUSED_S = 5.0
 HEARTBEAT_S = 1.0
 GREETING_S_MAX = 10.0
 SILENT_QUESTIONS_MAX = 5
+SILENT_PINGS_MAX = 3
+DEATH_WAIT_S = 0.05
+"""The kernel closes a dying process's sockets a moment before its pidfd tells."""
+ENDING_S_MAX = 10.0
+"""T_stop: a node that has closed its connections is dead by then, or hangs."""
 BREAKER_S_FIRST, BREAKER_S_MAX = 1.0, 30.0
 
 
@@ -57,7 +73,10 @@ class LinkOwner(Protocol):
         ...
 
     def on_down(self, *, node_is_dead: bool) -> None:
-        """The connection ended; the node is dead, or may live on."""
+        """The connection ended; the node is dead, or may live on.
+
+        Called once more, with True, if its death is proven only later.
+        """
         ...
 
     def on_refused(self, refused: Refused) -> None:
@@ -87,7 +106,9 @@ class Link:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._node_pidfd = -1
+        self._node_left_s = 0.0
         self._silent_questions = 0
+        self._silent_pings = 0
         self._breaker_s = BREAKER_S_FIRST
         self.stopped_on_purpose = False
 
@@ -100,36 +121,51 @@ class Link:
     @property
     def is_usable(self) -> bool:
         """Connected, and the node answers."""
-        return self._is_up and self._silent_questions < SILENT_QUESTIONS_MAX
+        return self._is_up and not self._is_breaker_open
+
+    @property
+    def _is_breaker_open(self) -> bool:
+        return (
+            self._silent_questions >= SILENT_QUESTIONS_MAX
+            or self._silent_pings >= SILENT_PINGS_MAX
+        )
 
     def send(self, message: Message) -> bool:
-        """Send without waiting; False where there is no connection or it takes no more."""
-        frame = encode(message)
+        """Send without waiting; False where it cannot be sent: no connection, or no room."""
+        try:
+            frame = encode(message)
+        except WireError as error:
+            logger.warning("kvtide: not sent: %s", error)
+            return False
         with self._lock:
             if self._sock is None or not self._is_up or not self._outbox.add(frame, []):
                 return False
-            was_waiting = self._flush()
-        if was_waiting:
-            self._wake()
+            if self._flush():
+                self._wake()
         return True
 
     def note_silence(self) -> None:
         """A question was not answered in time."""
         self._silent_questions += 1
-        if self._silent_questions == SILENT_QUESTIONS_MAX:
-            self._wake()
 
     def close(self, timeout_s: float) -> None:
-        """Say good-bye and end the thread."""
+        """Say good-bye and end the thread; calling it again does nothing."""
         self.send(Bye())
         self._stop.set()
-        self._wake()
+        with self._lock:
+            self._wake()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+        with self._lock:
+            if self._wake_fd >= 0 and not self._thread.is_alive():
+                os.close(self._wake_fd)
+                self._wake_fd = -1
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake_fd, 1)
+        """Under the lock: have the thread look around."""
+        if self._wake_fd >= 0:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_write(self._wake_fd, 1)
 
     def _flush(self) -> bool:
         """Under the lock: give the socket what it takes; whether something is left."""
@@ -145,15 +181,16 @@ class Link:
     def _run(self) -> None:
         retry_s = SEEK_S
         while not self._stop.is_set():
+            began_s = time.monotonic()
             outcome = self._session()
-            if outcome == "up":
+            if outcome == "up" and time.monotonic() - began_s >= RETRY_S_MAX:
                 retry_s = SEEK_S
             elif outcome == "refused":
                 retry_s = REFUSED_S
             elif outcome == "absent":
                 retry_s = SEEK_S if not self.stopped_on_purpose else HEARTBEAT_S
-                if not self._stop.is_set():
-                    self._owner.on_absent()
+            if self._is_node_gone() and outcome == "absent" and not self._stop.is_set():
+                self._call(self._owner.on_absent)
             self._stop.wait(retry_s)
             retry_s = min(retry_s * 2, RETRY_S_MAX)
         self._forget_node()
@@ -164,9 +201,10 @@ class Link:
         sock.settimeout(HEARTBEAT_S)
         try:
             sock.connect(self._path)
-        except OSError:
+        except OSError as error:
             sock.close()
-            return "absent"
+            # A node that is stopped listens all the same, until its queue is full.
+            return "lost" if isinstance(error, BlockingIOError | TimeoutError) else "absent"
         reader = FrameReader()
         was_up = False
         try:
@@ -179,32 +217,49 @@ class Link:
             was_up = True
             self._owner.on_up(greeted)
             self._serve(sock, reader)
-        except (OSError, WireError):
-            return "up" if was_up else "lost"
+        except (OSError, WireError) as error:
+            logger.debug("kvtide: the connection to the node ended: %s", error)
+        except Exception:
+            logger.exception("kvtide: the connection to the node is given up, and made anew")
         finally:
             self._end(sock, reader)
             if was_up:
-                self._owner.on_down(node_is_dead=self._node_is_dead())
-        return "up"
+                self._ended()
+        return "up" if was_up else "lost"
+
+    def _call(self, callback: Callable[..., None], **arguments: bool) -> None:
+        """A callback outside a session; what it raises ends nothing."""
+        try:
+            callback(**arguments)
+        except Exception:
+            logger.exception("kvtide: %s failed; the engine goes on", callback.__name__)
 
     def _greet(self, sock: socket.socket, reader: FrameReader) -> Welcome | Refused | None:
         own_pidfd = os.pidfd_open(os.getpid())
         try:
-            socket.send_fds(sock, [encode(self._owner.hello(), 1)], [own_pidfd])
+            hello = memoryview(encode(self._owner.hello(), 1))
+            sent = socket.send_fds(sock, [hello], [own_pidfd])
+            if sent < len(hello):
+                sock.sendall(hello[sent:])
         finally:
             os.close(own_pidfd)
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        poll.register(sock, select.POLLIN)
         deadline = time.monotonic() + GREETING_S_MAX
-        while time.monotonic() < deadline and not self._stop.is_set():
-            with contextlib.suppress(TimeoutError):
-                data, descriptors = receive(sock)
-                if not data:
-                    return None
-                for message, own in reader.feed(data, descriptors):
-                    if isinstance(message, Refused):
-                        return message
-                    if isinstance(message, Welcome):
-                        self._welcomed(sock, own)
-                        return message
+        while (left_s := deadline - time.monotonic()) > 0 and not self._stop.is_set():
+            if sock.fileno() not in dict(poll.poll(left_s * 1000)):
+                self._clear_wake()
+                continue
+            data, descriptors = receive(sock)
+            if not data:
+                return None
+            for message, own in reader.feed(data, descriptors):
+                if isinstance(message, Refused):
+                    return message
+                if isinstance(message, Welcome):
+                    self._welcomed(sock, own)
+                    return message
         return None
 
     def _welcomed(self, sock: socket.socket, descriptors: list[int]) -> None:
@@ -233,8 +288,7 @@ class Link:
             pause_s = max(0.0, min(next_ping, next_pulse) - time.monotonic())
             ready = dict(poll.poll(pause_s * 1000 + 1))
             if self._wake_fd in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake_fd)
+                self._clear_wake()
             if ready.get(sock.fileno(), 0) & select.POLLOUT:
                 with self._lock:
                     self._flush()
@@ -253,13 +307,18 @@ class Link:
                 next_pulse = time.monotonic() + HEARTBEAT_S
                 self._owner.on_pulse()
 
+    def _clear_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
     def _ping(self) -> float:
         """Send a ping; seconds until the next one."""
         with self._lock:
             if not self._outbox:
                 self._outbox.add(encode(Ping()), [])
                 self._flush()
-        if self._silent_questions < SILENT_QUESTIONS_MAX:
+        self._silent_pings += 1
+        if not self._is_breaker_open:
             return HEARTBEAT_S
         self._breaker_s = min(self._breaker_s * 2, BREAKER_S_MAX)
         return self._breaker_s
@@ -274,6 +333,7 @@ class Link:
 
     def _heard(self) -> None:
         self._silent_questions = 0
+        self._silent_pings = 0
         self._breaker_s = BREAKER_S_FIRST
 
     def _end(self, sock: socket.socket, reader: FrameReader) -> None:
@@ -284,13 +344,33 @@ class Link:
         reader.close()
         sock.close()
 
-    def _node_is_dead(self) -> bool:
+    def _ended(self) -> None:
+        """A session is over: say so, and whether the node is over too."""
+        is_dead = self._is_node_dead(DEATH_WAIT_S)
+        if is_dead:
+            self._forget_node()
+        self._node_left_s = time.monotonic()
+        self._call(self._owner.on_down, node_is_dead=is_dead)
+
+    def _is_node_gone(self) -> bool:
+        """Whether the node we knew is dead, or has had all the time it may take to end.
+
+        Where its death is proven only now, the owner is told.
+        """
+        if self._node_pidfd < 0:
+            return True
+        if self._is_node_dead(0):
+            self._forget_node()
+            self._call(self._owner.on_down, node_is_dead=True)
+            return True
+        return time.monotonic() - self._node_left_s >= ENDING_S_MAX
+
+    def _is_node_dead(self, wait_s: float) -> bool:
         if self._node_pidfd < 0:
             return False
         poll = select.poll()
         poll.register(self._node_pidfd, select.POLLIN)
-        # The kernel closes a dying process's sockets a moment before its pidfd tells.
-        return bool(poll.poll(50))
+        return bool(poll.poll(wait_s * 1000))
 
     def _forget_node(self) -> None:
         if self._node_pidfd >= 0:

@@ -8,6 +8,9 @@ from pathlib import Path
 from kvtide.core.messages import WIRE_VERSION
 from kvtide.errors import ConfigError
 
+SOCKET_PATH_BYTES_MAX = 107
+"""What `sockaddr_un` holds, less its closing zero."""
+
 
 @dataclass(frozen=True, slots=True)
 class Places:
@@ -57,3 +60,13 @@ def open_directory(directory: Path) -> Places:
             f"(mode {stat.S_IMODE(found.st_mode):o}): chmod 700 it, or set KVTIDE_RUNTIME_DIR"
         )
     return Places(directory)
+
+
+def check_socket_path(path: Path) -> None:
+    """Raise ConfigError where the path is longer than the kernel allows."""
+    length = len(os.fsencode(path))
+    if length > SOCKET_PATH_BYTES_MAX:
+        raise ConfigError(
+            f"the socket's path {path} has {length} bytes, the kernel allows "
+            f"{SOCKET_PATH_BYTES_MAX}: set KVTIDE_RUNTIME_DIR to a shorter directory"
+        )

@@ -15,13 +15,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtide.core.messages import Message
-from kvtide.errors import ConfigError, WireError
+from kvtide.errors import WireError
 from kvtide.wire.frames import FrameReader, Outbox, encode, receive
+from kvtide.wire.places import check_socket_path
 
 CONNECTIONS_MAX = 4096
+WAITING_MAX = 1024
+"""Peers that may wait to be accepted; the workers of a large engine come all at once."""
+ACCEPT_PAUSE_S = 1.0
+"""When none can be accepted (no descriptors are left), it is tried again so much later."""
+READS_MAX = 64
+"""Of a dead peer's socket, which some child of it might keep open and write to."""
 OUTBOX_BYTES_MAX = 64 << 20
-SOCKET_PATH_BYTES_MAX = 107
-"""What `sockaddr_un` holds, less its closing zero."""
 
 _CREDENTIALS = struct.Struct("iii")
 
@@ -62,7 +67,7 @@ class Server:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         listener.bind(str(path))
         path.chmod(0o600)
-        listener.listen(128)
+        listener.listen(WAITING_MAX)
         self._listener = listener
         self._loop.add_reader(listener, self._accept)
 
@@ -70,9 +75,13 @@ class Server:
         assert self._listener is not None
         try:
             sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
         except OSError as error:
-            if not isinstance(error, BlockingIOError):
-                self._on_refused(f"a connection could not be accepted: {error}")
+            # It would be ready at once again: the loop must not spin, nor the log fill.
+            self._on_refused(f"a connection could not be accepted: {error.strerror}")
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
             return
         sock.setblocking(False)
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -86,10 +95,15 @@ class Server:
         self._connections[connection.number] = connection
         self._loop.add_reader(sock, self._readable, connection)
 
+    def _accept_again(self) -> None:
+        if self._listener is not None:
+            self._loop.add_reader(self._listener, self._accept)
+
     def _readable(self, connection: Connection) -> None:
         try:
             data, descriptors = receive(connection.sock)
             if not data:
+                _close_all(descriptors)
                 self.drop(connection.number)
                 return
             for message, own in connection.reader.feed(data, descriptors):
@@ -105,17 +119,33 @@ class Server:
         except OSError:
             self.drop(connection.number)
 
+    def read_rest(self, number: int) -> None:
+        """Take in what a process sent before it died; its connection is over then."""
+        for _ in range(READS_MAX):
+            connection = self._connections.get(number)
+            if connection is None:
+                return
+            self._readable(connection)
+        self.drop(number)
+
     def send(self, number: int, message: Message, descriptors: list[int] | None = None) -> None:
-        """Send, or queue until the peer reads; a peer that never does loses the connection."""
+        """Send, or queue until the peer reads; a peer that never does loses the connection.
+
+        So does one to which this cannot be said: facts too large for one frame, say.
+        """
         connection = self._connections.get(number)
         if connection is None or connection.is_closing:
             return
         own = descriptors or []
-        if not connection.outbox.add(encode(message, len(own)), own):
-            self._on_refused(f"connection {number} is closed: its peer does not read")
-            self.drop(number)
-            return
-        self._flush(connection)
+        fault = "its peer does not read"
+        try:
+            if connection.outbox.add(encode(message, len(own)), own):
+                self._flush(connection)
+                return
+        except (WireError, OSError) as error:
+            fault = str(error)
+        self._on_refused(f"connection {number} is closed: {fault}")
+        self.drop(number)
 
     def _flush(self, connection: Connection) -> None:
         try:
@@ -142,6 +172,7 @@ class Server:
         connection = self._connections.pop(number, None)
         if connection is None:
             return
+        connection.is_closing = True  # what it sent behind its last words is not heard
         self._loop.remove_reader(connection.sock)
         self._loop.remove_writer(connection.sock)
         connection.sock.close()
@@ -162,16 +193,6 @@ class Server:
             self._listener = None
         for number in list(self._connections):
             self.drop(number)
-
-
-def check_socket_path(path: Path) -> None:
-    """Raise ConfigError where the path is longer than the kernel allows."""
-    length = len(os.fsencode(path))
-    if length > SOCKET_PATH_BYTES_MAX:
-        raise ConfigError(
-            f"the socket's path {path} has {length} bytes, the kernel allows "
-            f"{SOCKET_PATH_BYTES_MAX}: set KVTIDE_RUNTIME_DIR to a shorter directory"
-        )
 
 
 def _close_all(descriptors: list[int]) -> None:

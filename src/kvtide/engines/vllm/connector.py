@@ -8,7 +8,7 @@ hook may return, and when it is called, is vLLM's contract (KVConnectorBase_V1 o
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -26,9 +26,10 @@ from kvtide.engines.vllm.metadata import LoadJob, StepPlan
 from kvtide.engines.vllm.stats import KVTidePromMetrics, KVTideStats, WorkerCounts
 
 if TYPE_CHECKING:
-    from kvtide.engines.vllm.worker import WorkerSide
-    from kvtide.engines.vllm.scheduler import SchedulerSide
     from types import FrameType
+
+    from kvtide.engines.vllm.scheduler import SchedulerSide
+    from kvtide.engines.vllm.worker import WorkerSide
 
 logger = logging.getLogger("vllm.kvtide")
 
@@ -229,8 +230,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         failed = connector_output.invalid_block_ids or set()
         if isinstance(counts, WorkerCounts):
             scheduler.worker_counts(counts.counts)
-        if ended:
-            self._guarded(lambda: scheduler.loads_ended(ended, failed), None)
+        if ended or failed:
+            held_back = self._guarded(lambda: scheduler.loads_ended(ended, failed), set())
+            ended.difference_update(held_back)
 
     def request_finished(
         self, request: Any, block_ids: list[int]

@@ -38,12 +38,10 @@ class StepPlan(KVConnectorMetadata):
         stores: whole blocks computed by the end of this step: copied after the forward.
         rescues: blocks of requests that have ended: copied before the forward, which may
             overwrite them.
-        condemned: requests whose running loads are to be reported failed (a reset).
         has_forward: whether this step computes anything.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
     rescues: list[StoreJob] = field(default_factory=list)
-    condemned: list[str] = field(default_factory=list)
     has_forward: bool = True

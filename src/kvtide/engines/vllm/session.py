@@ -102,7 +102,7 @@ class EngineSession:
         self._said_digests: tuple[bytes, ...] | None = None
         self._line = ""
         self.last_grant = 0
-        """The highest grant that the scheduler's thread has taken in."""
+        """The highest grant of this node that the scheduler's thread has taken in."""
         self.session: Session | None = None
         self.off: Off | None = None
         self._link = Link(places.socket, self, "kvtide-scheduler")
@@ -135,22 +135,23 @@ class EngineSession:
                 self._arrived.wait(wait_s)
             answers = list(self._answers)
             self._answers.clear()
+            for answer in answers:
+                if isinstance(answer, m.StoreAnswer):
+                    self.last_grant = max(self.last_grant, *answer.grants, 0)
         return answers
 
     def abandon(self, number: int) -> None:
-        """Nobody waits for this answer any more: its grants go back as soon as it comes.
+        """Nobody waits for this answer any more: what it grants goes back as soon as it comes.
 
         The engine may take no step for a long time, so the link's thread sees to it.
         """
         with self._arrived:
             early = [answer for answer in self._answers if answer.number == number]
-            if not early:
-                self._abandoned.add(number)
-                return
             self._answers = deque(a for a in self._answers if a.number != number)
+            if all(isinstance(answer, m.Pending) for answer in early):
+                self._abandoned.add(number)
         for answer in early:
-            if isinstance(answer, m.StoreAnswer) and answer.grants:
-                self._link.send(m.GrantReturn(answer.grants))
+            self._give_back(answer)
 
     def note_silence(self) -> None:
         """A question was not answered in time."""
@@ -194,6 +195,8 @@ class EngineSession:
 
     def on_up(self, welcome: m.Welcome) -> None:
         """The node has taken us; its word on the workers follows."""
+        if self._welcome is None or self._welcome.node != welcome.node:
+            self.last_grant = 0
         self._welcome = welcome
         self._facts = None
         self._sent = None
@@ -228,12 +231,20 @@ class EngineSession:
     def _answered(self, answer: m.Match | m.Pending | m.StoreAnswer) -> None:
         with self._arrived:
             is_late = answer.number in self._abandoned
-            self._abandoned.discard(answer.number)
             if not is_late:
                 self._answers.append(answer)
                 self._arrived.notify_all()
-        if is_late and isinstance(answer, m.StoreAnswer) and answer.grants:
-            self._link.send(m.GrantReturn(answer.grants))
+            elif not isinstance(answer, m.Pending):
+                self._abandoned.discard(answer.number)
+        if is_late:
+            self._give_back(answer)
+
+    def _give_back(self, answer: m.Match | m.Pending | m.StoreAnswer) -> None:
+        match answer:
+            case m.StoreAnswer() if answer.grants:
+                self._link.send(m.GrantReturn(answer.grants))
+            case m.Match() if answer.lease:
+                self._link.send(m.LeaseRelease(answer.lease))
 
     def on_down(self, *, node_is_dead: bool) -> None:
         """Everything asked is void; a dead node is replaced."""

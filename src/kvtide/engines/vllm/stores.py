@@ -1,16 +1,18 @@
-"""The scheduler role's stores: what is offered when, and what is copied in which step.
+"""Stores of the scheduler role: what is asked for when, and what is copied in which step.
 
-    owned      blocks the request has: copied after the forward of the step (`stores`)
-    not owned  blocks of an ended or preempted request: copied before the forward (`rescues`), if
-               nobody was given them in an earlier step; else dropped (`source_gone`)
+    owned   blocks the request has: copied after the forward of the step (`stores`)
+    left    blocks of an ended or preempted request: copied before the forward (`rescues`), if
+            nobody was given them in an earlier step; else dropped (`source_gone`)
 
 Who owns a block is asked of the engine's cache manager when a copy is planned, never remembered.
-For a request that is gone, its last block list is kept together with the step in which it was last
-known to own them; every block given out since is noted with its step, so a block is intact exactly
-if it was not given out after that step, or only in this very step, whose forward is still to come.
+Of a request that is gone, its last block list is kept, with the last step in which it owned them;
+every block given out is noted with its step, so a block is intact exactly if it was not given out
+after that step, or only in this very step, whose forward is still to come.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from kvtide.clock import Clock
@@ -27,6 +29,34 @@ ANSWER_MS_MAX = 250
 """How long an ended request waits for a grant."""
 AHEAD_STEPS = 2
 """Grants are asked for at most so many step budgets ahead of what is computed."""
+RETURNS_MAX = 4096
+"""Grants returned last, which are returned again on a new connection: the old one may have lost
+them. More than a socket's buffers hold need not be remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """The stores of a request whose blocks are its own no more.
+
+    Attributes:
+        blocks: those it had, in order.
+        last_step: the last step in which they were its own.
+        storable_tokens: what was known and computed by then.
+        left_ms: when it ended, or was preempted.
+        has_ended: then its blocks count; one that was preempted will be counted when it ends.
+    """
+
+    store: StorePlan
+    blocks: list[int]
+    last_step: int
+    storable_tokens: int
+    left_ms: int
+    has_ended: bool
+
+    @property
+    def end_block(self) -> int:
+        """The first block that is not storable."""
+        return self.storable_tokens // self.store.chain.block_tokens
 
 
 class Stores:
@@ -37,22 +67,26 @@ class Stores:
         identity: EngineIdentity,
         link: EngineSession,
         number: Callable[[], int],
+        register: Callable[[m.RegisterRoot], bool],
         clock: Clock,
         counters: Counters,
     ) -> None:
+        """`number` gives the next question's; `register` makes a root known to the node."""
         self._identity = identity
         self._link = link
         self._number = number
+        self._register = register
         self._clock = clock
         self._counters = counters
         self._manager: Any = None
         self._step = 0
         self._given: dict[int, int] = {}  # block -> step in which it was last given out
-        self._asking: dict[int, Tracker] = {}
-        self._ended: list[Tracker] = []
+        self._asking: dict[int, StorePlan] = {}
+        self._left: list[_Left] = []
         self._due: list[StoreJob] = []
         self._rescues: list[StoreJob] = []
         self._returned: list[int] = []
+        self._returned_last: deque[int] = deque(maxlen=RETURNS_MAX)
 
     def bind(self, kv_cache_manager: Any) -> None:
         """The engine's cache manager."""
@@ -60,8 +94,8 @@ class Stores:
 
     @property
     def has_work(self) -> bool:
-        """Copies of ended requests are still to be planned."""
-        return bool(self._ended)
+        """Copies of requests that are gone are still to be planned, or grants to be returned."""
+        return bool(self._left) or (bool(self._returned) and self._link.is_usable)
 
     # ---- what happens to requests
 
@@ -73,25 +107,20 @@ class Stores:
 
     def admitted(self, tracker: Tracker) -> None:
         """Blocks are allocated: ask for what the prompt will need next."""
-        if tracker.store is not None:
-            self._offer(tracker, self._horizon(tracker, tracker.request.num_computed_tokens))
+        self._ask_ahead(tracker, self._horizon(tracker, tracker.request.num_computed_tokens))
 
     def computed(self, tracker: Tracker, storable_tokens: int) -> None:
         """The request is scheduled; by the end of the step so many tokens can be stored."""
         store, request = tracker.store, tracker.request
         assert store is not None
         tracker.storable_tokens = storable_tokens
-        tracker.is_preempted = False
         if not tracker.prefill_end_block and storable_tokens >= request.num_prompt_tokens:
             tracker.prefill_end_block = storable_tokens // self._identity.block_tokens
         self._plan_owned(tracker, store)
         has_tail = store.tail_end_block < tracker.prefill_end_block
         horizon = self._horizon(tracker, storable_tokens)
         if has_tail or horizon // self._identity.chunk_tokens > store.next_chunk:
-            self._offer(tracker, horizon, with_tail=has_tail)
-        if store.is_waiting:
-            tracker.blocks = self._blocks_of(request)
-            tracker.blocks_step = self._step
+            self._ask_ahead(tracker, horizon, with_tail=has_tail)
 
     def _horizon(self, tracker: Tracker, computed_tokens: int) -> int:
         """Known tokens that are computed, or will be within the next steps."""
@@ -101,161 +130,162 @@ class Stores:
         ahead = computed_tokens + AHEAD_STEPS * self._identity.step_tokens
         return int(min(ahead, request.num_prompt_tokens))
 
-    def preempted(self, tracker: Tracker) -> None:
-        """Its blocks are free: copy what was computed, return the rest of its grants."""
+    def left(
+        self, tracker: Tracker, storable_tokens: int, block_ids: list[int], *, has_ended: bool
+    ) -> None:
+        """Its blocks are free: what it computed is offered a last time, tail included."""
         store = tracker.store
-        if store is not None:
-            self._rescue(tracker, store)
-            self._returned += store.take_back()
-        tracker.storable_tokens = 0
-        tracker.is_preempted = True
-
-    def ended(self, tracker: Tracker, storable_tokens: int, block_ids: list[int]) -> None:
-        """The request is gone; what it computed is offered a last time, tail included."""
-        store, chain = tracker.store, tracker.chain
         assert store is not None
-        assert chain is not None
-        tracker.storable_tokens = storable_tokens
-        tracker.blocks = block_ids
-        tracker.blocks_step = self._step - 1
-        tracker.ended_ms = self._clock.now_ms()
-        chain.extend(tracker.request.all_token_ids)
-        self._offer(tracker, storable_tokens, with_tail=True)
-        self._ended.append(tracker)
+        tracker.store = None
+        store.chain.extend(tracker.request.all_token_ids)
+        left = _Left(
+            store,
+            block_ids,
+            self._step - 1,
+            storable_tokens,
+            self._clock.now_ms(),
+            has_ended,
+        )
+        self._left.append(left)
+        self._ask_last(left)
         if not store.is_waiting:
-            self._finish(tracker, store)
+            self._finish(left)
 
     # ---- questions and answers
 
-    def _offer(self, tracker: Tracker, horizon_tokens: int, *, with_tail: bool = False) -> None:
-        store, chain = tracker.store, tracker.chain
-        assert store is not None
-        assert chain is not None
-        if store.is_asking or not self._link.is_usable:
+    def _ask_ahead(
+        self, tracker: Tracker, horizon_tokens: int, *, with_tail: bool = False
+    ) -> None:
+        """Ask for what a living request will need."""
+        store, root = tracker.store, tracker.root
+        if store is None or root is None or store.is_asking or not self._link.is_usable:
             return
-        if chain.token_count < min(horizon_tokens, tracker.request.num_tokens):
-            chain.extend(tracker.request.all_token_ids)
-        number = self._number()
-        now_ms = self._clock.now_ms()
+        if store.chain.token_count < min(horizon_tokens, tracker.request.num_tokens):
+            store.chain.extend(tracker.request.all_token_ids)
+        if self._register(root):
+            self._ask(store, horizon_tokens, with_tail=with_tail)
+
+    def _ask_last(self, left: _Left) -> None:
+        """Return what is granted behind the last storable block, ask for what is missing."""
+        self._returned += left.store.take_back(left.end_block)
+        if not left.store.is_asking and self._link.is_usable:
+            self._ask(left.store, left.storable_tokens, with_tail=True)
+
+    def _ask(self, store: StorePlan, horizon_tokens: int, *, with_tail: bool) -> None:
+        number, now_ms = self._number(), self._clock.now_ms()
         offer = store.offer(number, horizon_tokens, with_tail=with_tail, now_ms=now_ms)
         if offer is None:
             return
-        self._asking[number] = tracker
-        if not self._link.send(offer):
-            del self._asking[number]
-            store.forget()
+        if self._link.send(offer):
+            self._asking[number] = store
+        else:
+            store.withdraw()
 
     def answered(self, answer: m.StoreAnswer) -> None:
         """The node has granted or dropped."""
-        if answer.grants:
-            self._link.last_grant = max(self._link.last_grant, *answer.grants)
-        tracker = self._asking.pop(answer.number, None)
-        store = tracker.store if tracker is not None else None
-        if tracker is None or store is None or not store.answered(answer, self._clock.now_ms()):
+        store = self._asking.pop(answer.number, None)
+        if store is None or not store.answered(answer, self._clock.now_ms()):
             self._returned += answer.grants
-        elif tracker.is_preempted:
-            self._returned += store.take_back()
 
     def session_changed(self, living: Iterable[Tracker]) -> None:
         """Another session: questions are void, and so are grants.
 
         Those go back in the next step that finds a node; one that never gave them ignores them.
         """
-        for tracker in [*living, *self._ended]:
-            if tracker.store is not None:
-                self._returned += tracker.store.take_back()
-                tracker.store.forget()
+        self._returned += self._returned_last
+        self._returned_last.clear()
         self._asking.clear()
+        for tracker in living:
+            if tracker.store is not None:
+                self._returned += tracker.store.forget()
         self._finish_all()
 
     def reset(self, living: Iterable[Tracker]) -> None:
         """Nothing is planned from now on; grants that were not planned are given up."""
         for tracker in living:
             if tracker.store is not None:
-                self._give_up(tracker.store, 0)
+                self._give_up(tracker.store)
+                self._account(tracker.store, tracker.storable_tokens)
                 tracker.store = None
         self._finish_all()
         self._send_returned()
 
     def _finish_all(self) -> None:
-        for tracker in list(self._ended):
-            assert tracker.store is not None
-            self._finish(tracker, tracker.store)
+        for left in list(self._left):
+            self._finish(left)
 
     # ---- planning
 
     def _plan_owned(self, tracker: Tracker, store: StorePlan) -> None:
-        if not store.granted:
-            return
-        due = store.take_storable(tracker.storable_tokens)
+        due = store.take_storable(tracker.storable_tokens) if store.granted else []
         if due:
-            block_ids = self._blocks_of(tracker.request)
-            self._due += [_job(granted, block_ids) for granted in due]
+            block_ids: list[int] = self._manager.get_block_ids(tracker.request.request_id)[0]
+            for granted in due:
+                store.mark(granted.first_block, granted.end_block, PLANNED)
+                self._due.append(_job(granted, block_ids))
 
-    def _blocks_of(self, request: Any) -> list[int]:
-        """What the engine's cache manager says the request owns now."""
-        blocks: list[int] = self._manager.get_block_ids(request.request_id)[0]
-        return blocks
-
-    def _rescue(self, tracker: Tracker, store: StorePlan) -> None:
+    def _rescue(self, left: _Left) -> None:
         """Copy blocks whose owner is gone, where nobody can have written them yet."""
-        for granted in store.take_storable(tracker.storable_tokens):
-            job = _job(granted, tracker.blocks)
-            if all(self._is_intact(block_id, tracker) for block_id in job.block_ids):
+        for granted in left.store.take_storable(left.storable_tokens):
+            job = _job(granted, left.blocks)
+            outcome: str = PLANNED
+            if all(self._is_intact(block_id, left.last_step) for block_id in job.block_ids):
                 self._rescues.append(job)
             else:
                 self._returned.append(granted.grant)
-                self._count_drop(DropReason.SOURCE_GONE, len(job.block_ids))
+                outcome = DropReason.SOURCE_GONE
+            left.store.mark(granted.first_block, granted.end_block, outcome)
 
-    def _is_intact(self, block_id: int, tracker: Tracker) -> bool:
+    def _is_intact(self, block_id: int, last_step: int) -> bool:
         given_step = self._given.get(block_id, -1)
-        return given_step <= tracker.blocks_step or given_step == self._step
+        return given_step <= last_step or given_step == self._step
 
     def plan(self, plan: StepPlan) -> None:
         """Put this step's copies into the plan; the step is over for us."""
-        for tracker in list(self._ended):
-            assert tracker.store is not None
-            self._plan_ended(tracker, tracker.store)
+        for left in list(self._left):
+            self._plan_left(left)
         plan.stores, self._due = self._due, []
         plan.rescues, self._rescues = self._rescues, []
         self._send_returned()
         self._step += 1
 
+    def _plan_left(self, left: _Left) -> None:
+        self._rescue(left)
+        self._ask_last(left)
+        is_late = self._clock.now_ms() - left.left_ms >= ANSWER_MS_MAX
+        if is_late or not left.store.is_waiting or not self._link.is_usable:
+            self._finish(left)
+
     def _send_returned(self) -> None:
-        if self._returned:
-            if self._link.send(m.GrantReturn(self._returned)):
-                self._returned = []
+        if self._returned and self._link.send(m.GrantReturn(self._returned)):
+            self._returned_last.extend(self._returned)
+            self._returned = []
 
     def left_alone(self, storable_tokens: int) -> None:
         """A request of an engine that only loads has ended."""
         self._count_drop(DropReason.ROLE, storable_tokens // self._identity.block_tokens)
 
-    def _plan_ended(self, tracker: Tracker, store: StorePlan) -> None:
-        assert tracker.ended_ms is not None
-        self._rescue(tracker, store)
-        self._offer(tracker, tracker.storable_tokens, with_tail=True)
-        is_late = self._clock.now_ms() - tracker.ended_ms >= ANSWER_MS_MAX
-        if is_late or not store.is_waiting or not self._link.is_usable:
-            self._finish(tracker, store)
+    def _finish(self, left: _Left) -> None:
+        self._left.remove(left)
+        self._give_up(left.store)
+        if left.has_ended:
+            self._account(left.store, left.storable_tokens)
 
-    def _finish(self, tracker: Tracker, store: StorePlan) -> None:
-        self._ended.remove(tracker)
-        self._give_up(store, tracker.storable_tokens // self._identity.block_tokens)
-
-    def _give_up(self, store: StorePlan, end_block: int) -> None:
-        """Nothing more of this request is copied."""
-        number = store.question_number
-        if number is not None and self._asking.pop(number, None) is not None:
-            self._link.abandon(number)
-        self._returned += store.give_up(DropReason.TOO_OLD, end_block)
-        self._count_outcomes(store)
-
-    def _count_outcomes(self, store: StorePlan) -> None:
-        for outcome, blocks in store.take_outcomes().items():
+    def _account(self, store: StorePlan, storable_tokens: int) -> None:
+        end_block = storable_tokens // self._identity.block_tokens
+        for outcome, blocks in store.outcomes(end_block, DropReason.TOO_OLD).items():
             if outcome == HELD:
                 self._counters.add("held_blocks", blocks)
             elif outcome != PLANNED:
                 self._count_drop(DropReason(outcome), blocks)
+
+    def _give_up(self, store: StorePlan) -> None:
+        """Nothing more of this request is copied."""
+        number = store.question_number
+        if number is not None and self._asking.pop(number, None) is not None:
+            self._link.abandon(number)
+        store.withdraw()
+        self._returned += store.take_back()
 
     def _count_drop(self, reason: DropReason, blocks: int) -> None:
         self._counters.add(f"drop.{reason}", blocks)

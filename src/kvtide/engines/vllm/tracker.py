@@ -34,13 +34,37 @@ class Question:
 class Load:
     """A load that the engine has allocated blocks for.
 
-    `names` says what it brings (chunk keys, block digests), so that nobody in this engine loads
-    the same a second time meanwhile.
+    It brings blocks [first_block, end_block) of its chain, so that nobody else in this engine
+    loads them meanwhile.
     """
 
     lease: int
     block_ids: list[int]
-    names: list[bytes]
+    chain: Chain
+    first_block: int
+    failed: set[int] = field(default_factory=set)
+    """Blocks that a worker could not load, or whose bytes were not what was planned."""
+    is_void: bool = False
+    """The cache was reset meanwhile: whatever it brings is reported as failed."""
+
+    @property
+    def end_block(self) -> int:
+        """The first block behind it."""
+        return self.first_block + len(self.block_ids)
+
+    @property
+    def parents(self) -> list[bytes]:
+        """The keys before each chunk that it brings blocks of."""
+        per_chunk = self.chain.blocks_per_chunk
+        chunks = range(self.first_block // per_chunk, -(-self.end_block // per_chunk))
+        return [self.chain.parent(chunk) for chunk in chunks]
+
+    def brings(self, block: int, chain: Chain) -> bool:
+        """Whether this block of another request, whose chunk has the same parent, is in it."""
+        if not self.first_block <= block < self.end_block:
+            return False
+        chunk, index = divmod(block, chain.blocks_per_chunk)
+        return self.chain.digests(chunk, index + 1)[-1] == chain.digests(chunk, index + 1)[-1]
 
 
 @dataclass(slots=True)
@@ -51,6 +75,7 @@ class Tracker:
         request: vLLM's object; its token list and counts are read when needed, never copied.
         arrived_s: when it came.
         chain: its keys; None where it is left alone.
+        root: what makes the chain's root known to a node.
         no_load: why it is not looked up (any more); None while it may be.
         question: the lookup in force.
         local_tokens: tokens that the engine's own cache had at the last look.
@@ -60,14 +85,14 @@ class Tracker:
         store: None where nothing is stored (yet).
         storable_tokens: known and computed by the end of the last step.
         prefill_end_block: whole blocks at the end of the prefill, whose tail is stored; 0 before.
-        is_preempted: waits without blocks.
-        blocks: its block ids as of `blocks_step`, for what is copied once they are not its own.
-        ended_ms: when it ended; None while it lives.
+        preemptions: how often it was preempted, as far as we have noticed.
+        blocks: its block ids, for what is copied once they are its own no more.
     """
 
     request: Any
     arrived_s: float
     chain: Chain | None = None
+    root: m.RegisterRoot | None = None
     no_load: MissReason | None = None
     question: Question | None = None
     local_tokens: int = 0
@@ -77,10 +102,8 @@ class Tracker:
     store: StorePlan | None = None
     storable_tokens: int = 0
     prefill_end_block: int = 0
-    is_preempted: bool = False
+    preemptions: int = 0
     blocks: list[int] = field(default_factory=list)
-    blocks_step: int = -1
-    ended_ms: int | None = None
 
 
 def refusal(request: Any, settings: EngineConfig) -> MissReason | None:

@@ -9,7 +9,8 @@ A load is good when every generation is still the planned one *after* the copy; 
 reported as failed and the engine computes them.
 
 Ownership
-    grants held, connection number   under `_lock`: a hello and a copy's start exclude each other
+    grants held, connection number   under `_lock`: a hello, a copy's start and its answer exclude
+                                     each other
     loads running and ended          mover threads put, the main thread takes, through queues
     regions                          `MappedRegions`
 """
@@ -73,9 +74,10 @@ class WorkerSide:
         self._connection: int | None = None
         self._node = b""
         self._held: set[int] = set()
+        self._unsent: list[m.Stored] = []
+        """Answers of held grants that no connection took."""
         self._plan = StepPlan()
         self._loads: dict[str, _Load] = {}
-        self._condemned: set[str] = set()
         self._ended: queue.SimpleQueue[_Load] = queue.SimpleQueue()
         self._load_errors: set[int] = set()
         self.counters = Counters()
@@ -99,7 +101,6 @@ class WorkerSide:
     def start_loads(self, plan: StepPlan) -> None:
         """Hand loads to the mover threads; each will be reported once, whatever happens."""
         self._plan = plan
-        self._condemned.update(plan.condemned)
         for job in plan.loads:
             pieces = self._cut(job)
             load = self._loads[job.request_id] = _Load(job, len(pieces))
@@ -129,17 +130,11 @@ class WorkerSide:
             wait_s = 0.0
             del self._loads[load.job.request_id]
             ended.add(load.job.request_id)
-            self._settle(load)
+            self._load_errors |= load.failed
+            good = len(load.job.block_ids) - len(load.failed)
+            self.counters.add("loaded_bytes", good * self._mover.payload_bytes)
+            self.counters.observe_s("load", time.monotonic() - load.started_s)
         return ended
-
-    def _settle(self, load: _Load) -> None:
-        if load.job.request_id in self._condemned:
-            self._condemned.discard(load.job.request_id)
-            load.failed.update(load.job.block_ids)
-        self._load_errors |= load.failed
-        good = len(load.job.block_ids) - len(load.failed)
-        self.counters.add("loaded_bytes", good * self._mover.payload_bytes)
-        self.counters.observe_s("load", time.monotonic() - load.started_s)
 
     def take_load_errors(self) -> set[int]:
         """Blocks whose load failed, of the loads just reported."""
@@ -223,11 +218,17 @@ class WorkerSide:
                 del known
         except Exception:
             logger.exception("kvtide: a store failed; the engine goes on")
-        self._link.send(m.Stored(job.grant, is_ok))
-        with self._lock:
-            self._held.discard(job.grant)
+        self._answer(m.Stored(job.grant, is_ok))
         if is_ok:
             self.counters.add("stored_bytes", len(job.block_ids) * self._mover.payload_bytes)
+
+    def _answer(self, stored: m.Stored) -> None:
+        """Say that a grant is answered; one that a hello has named, or may, stays held till then."""
+        with self._lock:
+            if self._connection is not None and self._link.send(stored):
+                self._held.discard(stored.grant)
+            else:
+                self._unsent.append(stored)
 
     # ---- the link, on its thread
 
@@ -255,12 +256,19 @@ class WorkerSide:
 
     def on_up(self, welcome: m.Welcome) -> None:
         """The node has taken us: grants of this connection count."""
-        if welcome.node != self._node:
+        is_another = welcome.node != self._node
+        if is_another:
             self._regions.leave_all()
             self._regions.wait_empty(LEAVE_S_MAX)
         self._node = welcome.node
         with self._lock:
             self._connection = welcome.connection
+            answers, self._unsent = self._unsent, []
+            if is_another:  # a node takes nothing from the grants of one before it
+                self._held.difference_update(answer.grant for answer in answers)
+                return
+        for answer in answers:
+            self._answer(answer)
 
     def on_message(self, message: m.Message, descriptors: list[int]) -> None:
         """Regions come and go."""
@@ -304,7 +312,7 @@ class WorkerSide:
     def close(self, timeout_s: float) -> None:
         """End threads and mappings in bounded time."""
         deadline_s = time.monotonic() + timeout_s
-        self._movers.shutdown(wait=False, cancel_futures=True)
+        self._movers.shutdown(wait=False)  # what waits still fails and is reported
         self._link.close(timeout_s / 2)
         self._regions.close(max(0.0, deadline_s - time.monotonic()))
 

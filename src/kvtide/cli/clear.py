@@ -1,0 +1,53 @@
+"""`kvtide clear`: take entries away. The salt is hashed here; it never reaches the node."""
+
+import sys
+
+import click
+
+from kvtide.cli.here import find_places
+from kvtide.core.keys import salt_digest
+from kvtide.wire.command import ask
+
+STDIN = "-"
+SALT_CHARS_MAX = 1 << 20
+
+
+@click.command(
+    short_help="Take away what the node holds, or what it holds of one salt.",
+)
+@click.option(
+    "--salt",
+    metavar="SALT",
+    envvar="KVTIDE_SALT",
+    help="Only entries of requests with this cache_salt; '' means those without one. With '-' it"
+    " is read from standard input, so that it stands in no shell history; the variable KVTIDE_SALT"
+    " does too.",
+)
+def command(salt: str | None) -> None:
+    """Take away what the node holds, or what it holds of one salt.
+
+    Engines go on; what is being copied at this moment is not found afterwards.
+    """
+    places = find_places()
+    if salt is None:
+        count = ask(places, "clear")["entries"]
+        click.echo(f"cleared {count} entries, all there were")
+        return
+    if salt == STDIN:
+        salt = _read_salt()
+    count = ask(places, "clear", {"salt_digest": salt_digest(salt).hex()})["entries"]
+    click.echo(f"cleared {count} entries of {'this salt' if salt else 'requests without a salt'}")
+
+
+def _read_salt() -> str:
+    """The salt on standard input, without the line's end."""
+    try:
+        salt = sys.stdin.read(SALT_CHARS_MAX)
+    except UnicodeDecodeError:
+        raise click.UsageError("the salt on standard input is not text") from None
+    salt = salt.removesuffix("\n").removesuffix("\r")
+    if not salt:
+        raise click.UsageError(
+            "there is no salt on standard input; --salt '' clears entries without one"
+        )
+    return salt

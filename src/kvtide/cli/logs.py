@@ -1,0 +1,81 @@
+"""`kvtide logs`: the end of the node's log, and what follows."""
+
+import time
+from collections import deque
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+import click
+
+from kvtide.cli.here import find_places, printable
+from kvtide.wire.places import Places
+
+POLL_S = 0.2
+
+
+@click.command(short_help="Show the end of the node's log.")
+@click.option("-n", "--lines", default=50, show_default=True, type=click.IntRange(min=0))
+@click.option("-f", "--follow", is_flag=True, help="Go on as the log grows, until Ctrl-C.")
+def command(lines: int, follow: bool) -> None:
+    """Show the end of the node's log.
+
+    A node that runs in the foreground (`kvtide serve`) logs to its own standard error instead.
+    """
+    places = find_places()
+    if not places.log.exists() and not follow:
+        raise click.ClickException(
+            f"there is no log at {places.log}: no node was started by an engine yet"
+        )
+    with suppress(KeyboardInterrupt):
+        for line in _lines(places, lines, follow):
+            click.echo(line)
+
+
+def _lines(places: Places, count: int, follow: bool) -> Iterator[str]:
+    """The last lines of the log and of the one before it, then those that come."""
+    last: deque[str] = deque(maxlen=count)
+    with suppress(FileNotFoundError), _open(_older(places)) as older:
+        last.extend(older)
+    file: TextIO | None = None
+    with suppress(FileNotFoundError):
+        file = _open(places.log)
+        last.extend(file)
+    yield from (_clean(line) for line in last)
+    while follow:
+        file = yield from _grown(places, file)
+        time.sleep(POLL_S)
+    if file is not None:
+        file.close()
+
+
+def _grown(places: Places, file: TextIO | None) -> Generator[str, None, TextIO | None]:
+    """What has come since; returns the file to read on from, another one after a rotation."""
+    if file is not None:
+        yield from (_clean(line) for line in file)
+    with suppress(FileNotFoundError):
+        status = places.log.stat()
+        if file is None or not _is_open(file, status.st_ino):
+            if file is not None:
+                yield from (_clean(line) for line in file)
+                file.close()
+            file = _open(places.log)
+            yield from (_clean(line) for line in file)
+    return file
+
+
+def _is_open(file: TextIO, inode: int) -> bool:
+    return Path(f"/proc/self/fd/{file.fileno()}").stat().st_ino == inode
+
+
+def _older(places: Places) -> Path:
+    return places.log.with_name(places.log.name + ".1")
+
+
+def _open(path: Path) -> TextIO:
+    return path.open(encoding="utf-8", errors="replace")
+
+
+def _clean(line: str) -> str:
+    return printable(line.rstrip("\n").expandtabs())

@@ -1,0 +1,202 @@
+"""Lookups of the scheduler role: questions about prefixes, their answers, and how long to wait.
+
+    ask ─► Match, maybe a probe of one more chunk ─► the match in force, with its lease
+     └─► nothing within T_answer, or promised and not come within T_load ─► a miss
+
+Of one request at most one question is open. All waiting together is bounded by `STEP_WAIT_S` a
+step; whoever has no answer by then is asked again in the next step.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+
+from kvtide.clock import Clock
+from kvtide.core import messages as m
+from kvtide.core.leases import LEASE_MS
+from kvtide.core.plan import usable_blocks
+from kvtide.core.reasons import MissReason
+from kvtide.engines.vllm.session import EngineSession
+from kvtide.engines.vllm.tracker import Question, Tracker
+from kvtide.metrics import Counters
+
+STEP_WAIT_S = 0.001
+"""T_lookup: waiting for answers in one step, all requests together."""
+ANSWER_MS_MAX = 250
+"""T_answer: no first word by then is a miss."""
+PENDING_MS_MAX = 2_000
+"""T_load: so long a promised answer may take."""
+FRESH_MS_MAX = LEASE_MS * 3 // 4
+"""An older match is asked for again: its lease is about to end."""
+
+
+class Lookups:
+    """All open questions of one engine."""
+
+    def __init__(
+        self,
+        link: EngineSession,
+        number: Callable[[], int],
+        register: Callable[[m.RegisterRoot], bool],
+        take_in: Callable[[float], None],
+        clock: Clock,
+        counters: Counters,
+    ) -> None:
+        """`take_in` waits so long for what the node says, and hands it to its parts."""
+        self._link = link
+        self._number = number
+        self._register = register
+        self._take_in = take_in
+        self._clock = clock
+        self._counters = counters
+        self._questions: dict[int, Tracker] = {}
+        self._wait_left_s = STEP_WAIT_S
+
+    def next_step(self) -> None:
+        """There may be waiting again."""
+        self._wait_left_s = STEP_WAIT_S
+
+    # ---- questions
+
+    def ask(self, tracker: Tracker) -> None:
+        """Send the lookup; without a node the request simply has no question."""
+        chain, root = tracker.chain, tracker.root
+        assert chain is not None
+        assert root is not None
+        if not self._link.is_usable or not self._register(root):
+            return
+        chain.extend(tracker.request.all_token_ids)
+        most = _usable(tracker)
+        if not most:
+            return
+        chunks, blocks = divmod(most, chain.blocks_per_chunk)
+        lookup = m.Lookup(
+            self._number(),
+            chain.root,
+            b"".join(chain.keys[:chunks]),
+            chain.short_digests(chunks, blocks),
+        )
+        if self._link.send(lookup):
+            tracker.question = Question(lookup.number, self._clock.now_ms(), time.monotonic())
+            self._questions[lookup.number] = tracker
+
+    def _probe(self, tracker: Tracker, question: Question, match: m.Match) -> bool:
+        """Ask for the blocks of the chunk behind a match; whether that could be sent."""
+        chain = tracker.chain
+        assert chain is not None
+        blocks = _usable(tracker) - match.chunks * chain.blocks_per_chunk
+        probe = m.Probe(
+            self._number(),
+            chain.root,
+            chain.parent(match.chunks),
+            chain.short_digests(match.chunks, min(blocks, chain.blocks_per_chunk)),
+        )
+        if not self._link.send(probe):
+            return False
+        question.first = match
+        question.number = probe.number
+        self._questions[probe.number] = tracker
+        return True
+
+    def drop(self, tracker: Tracker) -> None:
+        """The answer, if any, will not be used."""
+        question, tracker.question = tracker.question, None
+        if question is None:
+            return
+        if self._questions.pop(question.number, None) is not None:
+            self._link.abandon(question.number)
+        for lease in question.leases:
+            self.release(lease)
+
+    def release(self, lease: int) -> None:
+        """Nobody will load what this lease protects."""
+        if lease:
+            self._link.send(m.LeaseRelease(lease))
+
+    def session_changed(self, living: Iterable[Tracker]) -> None:
+        """Another session: questions are void, and leases ended with the old one."""
+        self._questions.clear()
+        for tracker in living:
+            tracker.question = None
+
+    # ---- answers
+
+    def pending(self, number: int) -> None:
+        """The answer is promised."""
+        tracker = self._questions.get(number)
+        if tracker is not None and tracker.question is not None:
+            tracker.question.is_pending = True
+
+    def matched(self, match: m.Match) -> None:
+        """An answer; the chunk where it ends may be worth a second question."""
+        tracker = self._questions.pop(match.number, None)
+        question = tracker.question if tracker is not None else None
+        if tracker is None or question is None:
+            self.release(match.lease)
+            return
+        assert question.number == match.number, (question.number, match.number)
+        self._counters.observe_s("lookup", time.monotonic() - question.sent_s)
+        if question.first is not None:
+            question.match = _joined(question.first, match)
+            if match.lease:
+                self.release(question.first.lease)
+        elif match.probe and self._probe(tracker, question, match):
+            return
+        else:
+            question.match = match
+        question.answered_ms = self._clock.now_ms()
+
+    def match_of(self, tracker: Tracker) -> m.Match | None:
+        """The match in force; where there is none, and no question either, there will be none."""
+        question = tracker.question
+        if question is not None and question.match is not None:
+            if self._clock.now_ms() - question.answered_ms < FRESH_MS_MAX:
+                return question.match
+            self.drop(tracker)
+            question = None
+        if question is None:
+            self.ask(tracker)
+            question = tracker.question
+        if question is None:
+            tracker.no_load = MissReason.NODE_GONE
+            return None
+        self._wait_for(question)
+        if question.match is None:
+            self._give_up_late(tracker, question)
+        return question.match
+
+    def _wait_for(self, question: Question) -> None:
+        """Wait for an answer as long as this step still may."""
+        while question.match is None and not question.is_pending and self._wait_left_s > 0:
+            began_s = time.monotonic()
+            self._take_in(self._wait_left_s)
+            self._wait_left_s -= time.monotonic() - began_s
+
+    def _give_up_late(self, tracker: Tracker, question: Question) -> None:
+        waited_ms = self._clock.now_ms() - question.sent_ms
+        if waited_ms < (PENDING_MS_MAX if question.is_pending else ANSWER_MS_MAX):
+            return
+        if question.is_pending:
+            tracker.no_load = MissReason.WAITED_TOO_LONG
+        else:
+            tracker.no_load = MissReason.NO_ANSWER
+            self._link.note_silence()
+        self.drop(tracker)
+
+
+def _usable(tracker: Tracker) -> int:
+    """Blocks that are worth asking for."""
+    chain = tracker.chain
+    assert chain is not None
+    blocks = chain.token_count // chain.block_tokens
+    return usable_blocks(blocks, tracker.request.num_tokens, chain.block_tokens)
+
+
+def _joined(first: m.Match, second: m.Match) -> m.Match:
+    """The answers to a lookup and to its probe, as one."""
+    return m.Match(
+        second.number,
+        first.chunks,
+        second.blocks,
+        first.runs + second.runs,
+        second.lease or first.lease,
+    )
