@@ -172,7 +172,9 @@ def _running(places: Places, status: dict[str, Any]) -> Iterator[Finding]:
     for engine in status["engines"]:
         name = f"engine {engine['engine_id'][:8]}"
         if engine["off"]:
-            yield Finding(NOTE, name, f"off: {engine['off']}; docs/reasons.md says what that means")
+            yield Finding(
+                NOTE, name, f"off: {engine['off']}; docs/reasons.md says what that means"
+            )
         else:
             yield Finding(OK, name, f"{engine['state']}, process {engine['pid']}")
 

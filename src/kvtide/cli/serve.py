@@ -1,6 +1,7 @@
 """`kvtide serve`: a node in the foreground."""
 
 import logging
+import os
 import sys
 
 import click
@@ -23,6 +24,8 @@ def command() -> None:
     logger.setLevel(logging.INFO)
     try:
         code = become_node(Way.FOREGROUND)
-    finally:
+    except BaseException:
         logger.removeHandler(handler)
-    sys.exit(code)
+        raise
+    logging.shutdown()
+    os._exit(code)  # as in kvtide.node.main: nothing that hangs may hold up the end

@@ -22,6 +22,8 @@ REGION_SLOTS_MIN = 4
 REGION_BYTES_MAX = 1 * GiB
 LAYOUT_REGIONS_MIN = 4
 """A layout of which the host cannot hold this many regions is off."""
+MAP_MS_MAX = 2_000
+"""T_load: so long memory that an engine has not mapped yet counts as on its way to it."""
 LEAVE_MS_MAX = 10_000
 """A region that has been leaving for longer holds up no other: a worker or a load hangs."""
 
@@ -36,6 +38,7 @@ class Region:
         self.bytes = slot_count * layout.chunk_bytes
         """Bytes over all shards."""
         self.is_ready = False
+        self.ready_since_ms = 0
         self.is_leaving = False
         self.leaving_since_ms = 0
         self.used_ms = 0

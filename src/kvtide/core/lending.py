@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from kvtide.core import radix
 from kvtide.core.effects import Effect, SetGenerations
-from kvtide.core.host import Host, Region
+from kvtide.core.host import MAP_MS_MAX, Host, Region
 from kvtide.core.index import Entry, Index, Root
 from kvtide.core.instances import Instance, Worker
 from kvtide.core.messages import StoreAnswer, StoreOffer
@@ -142,7 +142,6 @@ class Lending:
 
     def _take_cells(self, entry: Entry, instance: Instance, regions: list[Region]) -> bool:
         """Take free cells, or those of entries evicted for it; whether there were enough."""
-        is_growing = self._host.is_growing(entry.layout)
         evictions = 0
         while True:
             for region in regions:
@@ -152,10 +151,23 @@ class Lending:
                     entry.run = (region.number, first_cell, entry.blocks, self._next_generation)
                     self._next_generation += 1
                     return True
-            # Fresh memory is on its way: then nothing need be evicted for room.
-            if is_growing or evictions == EVICTIONS_MAX or not self._evict_for(entry, instance):
+            if evictions == EVICTIONS_MAX or self._is_growing(entry, instance):
+                return False
+            if not self._evict_for(entry, instance):
                 return False
             evictions += 1
+
+    def _is_growing(self, entry: Entry, instance: Instance) -> bool:
+        """Whether fresh memory is on its way to this engine: then nothing need be evicted."""
+        return any(
+            not region.is_ready
+            or (
+                region.number not in instance.open_regions
+                and entry.used_ms - region.ready_since_ms < MAP_MS_MAX
+            )
+            for region in self._host.of(entry.layout)
+            if not region.is_leaving
+        )
 
     def _evict_for(self, entry: Entry, instance: Instance) -> bool:
         """Evict the oldest leaf whose cells this instance can use; whether there was one."""

@@ -12,13 +12,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvtide.core import messages as m
-from kvtide.core.host import Host
+from kvtide.core.host import MAP_MS_MAX, Host
 from kvtide.core.index import Index, Matched
 from kvtide.core.instances import Instance
 from kvtide.core.leases import LEASE_MS, Lease, Leases
 
-MAP_MS_MAX = 2_000
-"""T_load: so long after an engine came, chunks in memory it is still mapping are pending."""
 WAITING_MAX = 1024
 """Lookups of one engine that may be pending; those above get what is open at once."""
 

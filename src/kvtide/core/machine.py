@@ -122,7 +122,7 @@ class Machine:
             case ProcessDied(connection):
                 self._process_died(connection)
             case RegionMade(region):
-                self.regions.made(region)
+                self.regions.made(region, now_ms)
                 self._offer_regions()
             case RegionNotMade(region, detail):
                 self.regions.not_made(region, detail)

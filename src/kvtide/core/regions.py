@@ -59,9 +59,11 @@ class Regions:
         if host.allocated_bytes > host.limit_bytes:
             self._give_up(host.surplus(None, now_ms), now_ms)
 
-    def made(self, number: int) -> None:
+    def made(self, number: int, now_ms: int) -> None:
         """The memory is there; workers are offered it next."""
-        self._host.regions[number].is_ready = True
+        region = self._host.regions[number]
+        region.is_ready = True
+        region.ready_since_ms = now_ms
 
     def not_made(self, number: int, detail: str) -> None:
         """The machine has no more: stay at this size and evict."""

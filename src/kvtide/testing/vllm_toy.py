@@ -368,6 +368,7 @@ class ToyEngine:
             return None
         request = self.scheduler.running.pop()
         self.scheduler._preempt_request(request, time.monotonic())
+        self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         return str(request.request_id)
 
     # ---- steps, as in vLLM's EngineCore

@@ -1,0 +1,1 @@
+"""Benchmarks of kvtide; `python -m benchmarks` runs them and writes benchmarks/results/."""

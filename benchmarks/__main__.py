@@ -1,0 +1,76 @@
+"""Runs the benchmarks and writes down what they found.
+
+    python -m benchmarks [paths|engine|all] [--quick]
+
+`paths`: every module benchmarks/paths_*.py, which measure parts of kvtide without an engine; what
+each prints goes to benchmarks/results/NAME.md below the machine's facts. `engine`: the module of
+that name, which writes its own. With `--quick` nothing is written, and it is passed on to those
+that have it (whose docstring says so).
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from benchmarks import engine, report
+from benchmarks.report import Section
+
+PATHS = "paths_*.py"
+
+
+class Tee(io.TextIOBase):
+    """Text that goes on and is kept."""
+
+    def __init__(self, shown: TextIO) -> None:
+        self._shown = shown
+        self.kept = io.StringIO()
+
+    def write(self, text: str) -> int:
+        """Pass on, and keep."""
+        self._shown.write(text)
+        return self.kept.write(text)
+
+    def flush(self) -> None:
+        """Pass on."""
+        self._shown.flush()
+
+
+def run_paths(name: str, *, is_quick: bool) -> int:
+    """One module's `main`, in this process."""
+    print(f"{name}:", flush=True)
+    facts = report.machine()
+    module = importlib.import_module(f"benchmarks.{name}")
+    tee = Tee(sys.stdout)
+    has_quick = "--quick" in (module.__doc__ or "")
+    with contextlib.redirect_stdout(tee):
+        code = module.main(["--quick"] if is_quick and has_quick else [])
+    if not is_quick:
+        text = f"```\n{tee.kept.getvalue().rstrip()}\n```"
+        title = (module.__doc__ or name).splitlines()[0].rstrip(".")
+        report.write(report.RESULTS, name, title, facts, [Section("Output", text)])
+    return int(code or 0)
+
+
+def main(argv: list[str]) -> int:
+    """Run what was asked for; 1 if any of it failed or missed a budget."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("what", nargs="?", choices=["paths", "engine", "all"], default="all")
+    parser.add_argument("--quick", action="store_true", help="a few minutes, nothing written")
+    options = parser.parse_args(argv)
+    codes = []
+    if options.what in ("paths", "all"):
+        found = sorted(Path(__file__).parent.glob(PATHS))
+        codes += [run_paths(path.stem, is_quick=options.quick) for path in found]
+    if options.what in ("engine", "all"):
+        codes.append(engine.main(["--quick"] if options.quick else []))
+    return 1 if any(codes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,61 @@
+"""kvtide in a real vLLM, against no cache, the engine's own prefix cache, and LMCache.
+
+    python -m benchmarks.engine [--quick] [--only reuse,chat,overhead] [--results DIRECTORY]
+
+SmolLM2-135M in bf16 on all cores of this process. Every arm is a `vllm serve` of its own; those
+that are compared live at the same time and take turns, so what changes with time changes for all.
+`--quick` shows that everything runs; its numbers decide nothing and are not written down.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks import chat, overhead, report, reuse
+from benchmarks.report import Section, Verdict
+
+Part = Callable[[bool], Section]
+
+PARTS: Mapping[str, Part] = {
+    "reuse": lambda is_quick: (
+        reuse.run(reuse.QUICK, reuse.QUICK_ARMS) if is_quick else reuse.run(reuse.FULL)
+    ),
+    "chat": lambda is_quick: (
+        chat.run(chat.QUICK, chat.QUICK_ARMS) if is_quick else chat.run(chat.FULL)
+    ),
+    "overhead": lambda is_quick: overhead.run(overhead.QUICK if is_quick else overhead.FULL),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the parts asked for; 1 if a budget is missed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="a few minutes, nothing written")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between")
+    parser.add_argument("--results", type=Path, default=report.RESULTS, help="where to write")
+    options = parser.parse_args(argv)
+    unknown = set(options.only.split(",")) - set(PARTS)
+    if unknown:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    facts = report.machine()
+    sections = []
+    for name in options.only.split(","):
+        print(f"engine: {name}", flush=True)
+        sections.append(PARTS[name](options.quick))
+        print(f"\n{sections[-1].markdown()}\n", flush=True)
+    if not options.quick:
+        report.write(options.results, "engine", "kvtide in vLLM", facts, sections)
+    missed = [
+        check
+        for section in sections
+        for check in section.checks
+        if check.verdict is Verdict.MISSED
+    ]
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

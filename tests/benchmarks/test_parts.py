@@ -1,0 +1,110 @@
+"""The parts of the engine benchmark on made-up measurements: tables, and budgets judged."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import chat, engine, overhead, reuse
+from benchmarks.arms import Arm
+from benchmarks.hook_reports import hook_us
+from benchmarks.prompts import Prompts
+from benchmarks.report import Section, Verdict
+from benchmarks.reuse import Taken
+
+
+def verdicts(section: Section) -> dict[str, Verdict]:
+    return {check.budget: check.verdict for check in section.checks}
+
+
+def words(text: str) -> list[int]:
+    return [sum(word.encode()) for word in text.split()]
+
+
+def test_prompts_have_their_length_differ_and_are_the_same_for_a_seed() -> None:
+    one, other = Prompts(words, seed=1), Prompts(words, seed=1)
+    made = [one.make(length) for length in (300, 300, 6008)]
+    assert [len(prompt) for prompt in made] == [300, 300, 6008]
+    assert made[0][:20] != made[1][:20]
+    assert made == [other.make(length) for length in (300, 300, 6008)]
+
+
+def reuse_section(added_ms: float, pairs: int, external_tokens: int = 1920) -> Section:
+    own = [100.0 + number for number in range(pairs)]
+    ours = Taken([], own, [value + added_ms for value in own], {1920}, {external_tokens})
+    theirs = Taken([], own, [value + 100 for value in own], {1920}, {1792})
+    table = {2008: {Arm.NONE: Taken([1500.0]), Arm.LMCACHE: theirs, Arm.KVTIDE: ours}}
+    size = reuse.Size((2008,), pairs // 2, 0, 1)
+    return reuse._section(size, table, {2008: {1: 9.0, 2: 8.0}})
+
+
+def test_a_hit_that_adds_little_meets_all_budgets() -> None:
+    found = verdicts(reuse_section(added_ms=18.0, pairs=20))
+    assert len(found) == 4
+    assert set(found.values()) == {Verdict.MET}
+
+
+def test_a_hit_that_adds_too_much_misses_the_budget_of_copies_alone() -> None:
+    found = verdicts(reuse_section(added_ms=18.2, pairs=20))
+    assert found["2008: added by a hit"] is Verdict.MISSED
+    assert found["2008: added by a hit, against LMCache"] is Verdict.MET
+
+
+def test_too_few_pairs_decide_nothing_but_wrong_hits_are_wrong() -> None:
+    found = verdicts(reuse_section(added_ms=1.0, pairs=18, external_tokens=1792))
+    assert found.pop("2008: tokens hit") is Verdict.MISSED
+    assert set(found.values()) == {Verdict.OPEN}
+
+
+@pytest.mark.parametrize(
+    ("factor", "wobble", "verdict"),
+    [(1.01, 0.0, Verdict.MET), (1.04, 0.0, Verdict.MISSED), (1.0, 0.2, Verdict.OPEN)],
+)
+def test_overhead_is_judged_only_when_the_interval_is_narrow(
+    factor: float, wobble: float, verdict: Verdict
+) -> None:
+    base = overhead.Taken([300.0] * 24, [18.0] * 24, [1500.0] * 24)
+    ours = overhead.Taken(
+        [300.0] * 24,
+        [18.0] * 24,
+        [1500 * factor * (1 + wobble * (number % 2)) for number in range(24)],
+    )
+    table = {Arm.OWN: base, Arm.OWN_AGAIN: base, Arm.KVTIDE: ours}
+    section = overhead._section(table, {"vllm:kvtide_x": 1.0, "vllm:other": 2.0})
+    assert set(verdicts(section).values()) == {verdict}
+    assert section.data["kvtide_metrics"] == {"vllm:kvtide_x": 1.0}
+
+
+def test_time_in_hooks_is_taken_between_two_readings() -> None:
+    before = {"worker": {"steps": 10, "times_ns": {"wait_for_save": 5000}}}
+    after = {
+        "worker": {"steps": 20, "times_ns": {"wait_for_save": 25000}},
+        "scheduler": {"steps": 4, "times_ns": {"build_connector_meta": 8000}},
+    }
+    assert hook_us(before, after) == {"wait_for_save": 2.0, "build_connector_meta": 2.0}
+
+
+def test_the_chats_exceed_the_engines_cache_several_times() -> None:
+    assert chat.FULL.users == 8
+    assert chat.FULL.tokens_at_end >= 3 * chat.FULL.engine_tokens
+    longest = chat.FULL.tokens_at_end // chat.FULL.users
+    assert longest * chat.FULL.at_once < chat.FULL.engine_tokens
+
+
+def test_a_chat_is_compared_with_no_cache() -> None:
+    answers = [
+        chat.Answer(number, 1000.0 / (number + 1), 2000.0, 100, 50 * number)
+        for number in range(2)
+        for _ in range(2)
+    ]
+    table = {Arm.NONE: chat.Chat([], answers[:2] + answers[:2], [1.0, 2.0])}
+    table[Arm.NONE].answers = [chat.Answer(1, 1000.0, 2000.0, 100, 0)] * 2
+    table[Arm.KVTIDE] = chat.Chat([], answers, [1.0, 0.5])
+    row = chat._section(chat.FULL, table).rows[1]
+    assert row[:3] == ("kvtide", "500.0 (500.0 to 500.0)", "500.0")
+    assert row[3:] == ("50.0%", "0.5", "2.0 times faster")
+
+
+def test_an_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        engine.main(["--only", "chatt", "--results", str(tmp_path)])
+    assert "no such part: chatt" in capsys.readouterr().err

@@ -1,0 +1,264 @@
+"""`kvtide doctor`: all well, and each thing that may be wrong, with what to do."""
+
+import datetime
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvtide.cli import examine
+from kvtide.cli.examine import NOTE, OK, WRONG, Finding
+from kvtide.cli.main import main
+from kvtide.errors import HostMemoryError
+from kvtide.memory.probe import CgroupLimit, HostMemory, KernelFeatures, Pressure
+from kvtide.testing.fake_engine import FakeEngine, Shape
+from kvtide.testing.node_process import NodeProcess
+from kvtide.units import GiB, MiB
+from kvtide.wire import command
+from kvtide.wire.places import Places
+
+Doctor = Callable[[], Result]
+
+
+@pytest.fixture
+def doctor(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Doctor:
+    """Runs the command in the test's runtime directory."""
+    monkeypatch.setenv("KVTIDE_RUNTIME_DIR", str(runtime_dir))
+    return lambda: CliRunner().invoke(main, ["doctor"])
+
+
+def line(result: Result, what: str) -> str:
+    """The line about one thing."""
+    found = [one for one in result.output.splitlines() if one[6:].startswith(f"{what} ")]
+    assert len(found) == 1, result.output
+    return found[0]
+
+
+def verdicts(findings: object) -> list[str]:
+    """Of several findings."""
+    return [finding.verdict for finding in findings]  # type: ignore[attr-defined]
+
+
+def only(findings: object) -> Finding:
+    """The one finding."""
+    (found,) = findings  # type: ignore[misc]
+    assert isinstance(found, Finding)
+    return found
+
+
+def test_all_is_well_without_a_node(doctor: Doctor, runtime_dir: Path) -> None:
+    result = doctor()
+    assert result.exit_code == 0, result.output
+    assert (
+        line(result, "node") == "ok    node         none is running; the first engine starts one"
+    )
+    assert f"{runtime_dir}, yours alone" in line(result, "directory")
+    assert "of 107 bytes" in line(result, "socket path")
+    assert "`auto` would take up to" in line(result, "memory")
+    assert list(runtime_dir.iterdir()) == [], "it changes nothing"
+
+
+def test_all_is_well_with_a_node(doctor: Doctor, running_node: NodeProcess) -> None:
+    with FakeEngine(running_node.places, "engine-one"):
+        result = doctor()
+    assert result.exit_code == 0, result.output
+    assert f"process {running_node.pid}, kvtide" in line(result, "node")
+    assert "all in order" in line(result, "integrity")
+    assert "on, process" in line(result, "engine engine-o")
+    assert "no errors in" in line(result, "log")
+    assert "of at most 64 MiB" in line(result, "memory")
+
+
+def test_wrong_things_end_it_with_code_1(doctor: Doctor, runtime_dir: Path) -> None:
+    runtime_dir.chmod(0o777)
+    result = doctor()
+    assert result.exit_code == 1
+    assert line(result, "directory").startswith("WRONG directory")
+    assert "chmod 700 it" in line(result, "directory")
+    assert "1 of" in result.stderr
+
+
+def test_wrong_settings_are_told_first(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIDE_LINGER_S", "soon")
+    result = doctor()
+    assert result.exit_code == 1
+    assert "give seconds, 0 or more" in line(result, "settings")
+    assert "Traceback" not in result.output
+
+
+def test_too_long_a_path_is_wrong(
+    doctor: Doctor, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIDE_RUNTIME_DIR", str(runtime_dir / ("x" * 100)))
+    result = doctor()
+    assert result.exit_code == 1
+    assert "the kernel allows 107" in line(result, "directory")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_directory_of_somebody_else_is_wrong(doctor: Doctor, runtime_dir: Path) -> None:
+    os.chown(runtime_dir, 1234, 1234)
+    result = doctor()
+    assert result.exit_code == 1
+    assert "belongs to user 1234" in line(result, "directory")
+
+
+def test_more_memory_than_there_is_is_wrong(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIDE_HOST_BYTES", "900TiB")
+    result = doctor()
+    assert result.exit_code == 1
+    assert "host_bytes asks for 900 TiB" in line(result, "memory")
+
+
+def test_node_that_hangs_is_wrong(
+    doctor: Doctor, running_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "ANSWER_S_MAX", 0.3)
+    running_node.signal(signal.SIGSTOP)
+    try:
+        result = doctor()
+    finally:
+        running_node.signal(signal.SIGCONT)
+    assert result.exit_code == 1
+    assert "does not answer" in line(result, "node")
+    assert "kill it: engines serve on" in line(result, "node")
+
+
+def test_socket_of_a_killed_node_is_wrong_until_the_next_starts(
+    doctor: Doctor, running_node: NodeProcess
+) -> None:
+    running_node.kill()
+    result = doctor()
+    assert result.exit_code == 1
+    assert "no node of this version listens" in line(result, "node")
+
+
+def test_node_of_another_version_is_a_note(
+    running_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examine.kvtide, "__version__", "99.0")
+    findings, _ = examine.node(running_node.places)
+    assert findings[0].verdict == NOTE
+    assert "this is 99.0: after `kvtide stop`" in findings[0].text
+
+
+def test_node_of_another_wire_version_is_a_note(runtime_dir: Path) -> None:
+    (runtime_dir / "node-7.sock").touch()
+    findings, status = examine.node(Places(runtime_dir))
+    assert verdicts(findings) == [NOTE, OK]
+    assert "node-7.sock" in findings[0].text
+    assert status is None
+
+
+def test_engine_that_is_off_is_a_note_with_the_reason(running_node: NodeProcess) -> None:
+    engine = FakeEngine(running_node.places, "one", Shape(cell_bytes=64 * MiB))
+    engine.scheduler.link.start()
+    engine.workers[0].start()
+    try:
+        assert engine.scheduler.wait_for(lambda: engine.scheduler.serving is not None)
+        findings, _ = examine.node(running_node.places)
+    finally:
+        engine.close()
+    found = only(finding for finding in findings if finding.what == "engine one")
+    assert found.verdict == NOTE
+    assert "host_too_small" in found.text
+
+
+def test_broken_state_is_wrong(running_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = examine.ask
+
+    def ask(places: Places, name: str) -> object:
+        if name == "check":
+            raise examine.WireError("the node's state is broken: a cell is lent twice")
+        return real(places, name)
+
+    monkeypatch.setattr(examine, "ask", ask)
+    findings, _ = examine.node(running_node.places)
+    found = only(finding for finding in findings if finding.what == "integrity")
+    assert found.verdict == WRONG
+    assert "please report it with the log" in found.text
+
+
+def test_errors_in_the_log_are_told_with_their_time(runtime_dir: Path) -> None:
+    places = Places(runtime_dir)
+    now = datetime.datetime.now()
+    old = now - datetime.timedelta(days=3)
+    places.log.write_text(f"{old:%Y-%m-%d %H:%M:%S},123 ERROR something old\n2000 ERROR no time\n")
+    assert only(examine.log(places)).verdict == OK
+    with places.log.open("a") as file:
+        file.write(f"{now:%Y-%m-%d %H:%M:%S},123 CRITICAL the state is broken\n")
+        file.write(f"{now:%Y-%m-%d %H:%M:%S},123 INFO all is well\n")
+    found = only(examine.log(places))
+    assert found.verdict == NOTE
+    assert found.text.startswith(f"2 errors, the last at {now:%Y-%m-%d %H:%M:%S}: the state is")
+
+
+@pytest.mark.parametrize(
+    ("features", "verdict", "text"),
+    [
+        (KernelFeatures(True, True, True), OK, "populating"),
+        (KernelFeatures(True, True, False), NOTE, "Linux 5.14"),
+        (KernelFeatures(False, True, True), WRONG, "F_SEAL_FUTURE_WRITE"),
+        (KernelFeatures(True, False, True), WRONG, "pidfd_open"),
+    ],
+)
+def test_kernel(
+    monkeypatch: pytest.MonkeyPatch, features: KernelFeatures, verdict: str, text: str
+) -> None:
+    monkeypatch.setattr(examine.probe, "kernel_features", lambda: features)
+    found = only(examine.kernel())
+    assert found.verdict == verdict
+    assert text in found.text
+
+
+def test_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = CgroupLimit(Path("/sys/fs/cgroup/x"), 4 * GiB, GiB)
+    memory = HostMemory(32 * GiB, 16 * GiB, limit)
+    monkeypatch.setattr(examine.probe, "host_memory", lambda: memory)
+    monkeypatch.setattr(examine.probe, "memlock_bytes", lambda: 64 << 10)
+    monkeypatch.setattr(examine.probe, "pressure", lambda: Pressure(0.5, 0.1))
+    cgroup, memlock, pressure = examine.limits()
+    assert "at most 4 GiB, 1 GiB used (/sys/fs/cgroup/x)" in cgroup.text
+    assert memlock.verdict == NOTE
+    assert "ulimit -l unlimited" in memlock.text
+    assert "50% of the last 10 s" in pressure.text
+    monkeypatch.setattr(examine.probe, "memlock_bytes", lambda: None)
+    monkeypatch.setattr(examine.probe, "pressure", lambda: None)
+    assert verdicts(examine.limits()) == [OK, OK]
+
+
+def test_memory_that_cannot_be_read_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind() -> HostMemory:
+        raise HostMemoryError("mount /proc")
+
+    monkeypatch.setattr(examine.probe, "host_memory", blind)
+    assert only(examine.limits()).text == "mount /proc"
+    monkeypatch.setattr(examine.probe, "available_bytes", blind)
+    assert verdicts(examine.memory(None, None)) == [WRONG]
+
+
+def test_little_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine.probe, "available_bytes", lambda: GiB)
+    monkeypatch.setattr(examine, "host_bytes", lambda wanted: 256 * MiB)
+    found = only(examine.memory(None, None))
+    assert found.verdict == NOTE
+    assert "`auto` would take up to 256 MiB: little" in found.text
+
+
+def test_node_that_gives_memory_back_is_a_note() -> None:
+    host = {"allocated_bytes": GiB, "limit_bytes": 2 * GiB, "size_bytes": 4 * GiB}
+    found = only(examine.memory(None, {"host": host}))
+    assert found.verdict == NOTE
+    assert "at most 2 GiB: it gives memory back, asked for 4 GiB" in found.text
+
+
+def test_full_disk_is_a_note(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": MiB})
+    monkeypatch.setattr(examine.shutil, "disk_usage", lambda _: usage)
+    found = list(examine.runtime_directory(Places(runtime_dir)))[-1]
+    assert (found.verdict, found.what) == (NOTE, "disk")

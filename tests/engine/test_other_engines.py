@@ -1,0 +1,168 @@
+"""Engines beside the session's one, on its node: they share, come, go, and crash."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtide.testing.serving import KVTIDE, ServedEngine
+from tests.engine.answers import ask, assert_same, forget
+from tests.engine.conftest import engine_on
+from tests.engine.nodes import Node, Status, assert_accounts, is_at_rest
+from tests.engine.prompts import prompt
+
+BLOCK = 128
+DIGEST_S_MAX = 1.0
+"""From the workers' coming to the engine's being on, where the weights were read before."""
+
+
+class Watch:
+    """When an engine's workers had come, and when it was on."""
+
+    def __init__(self, node: Node, known: set[str]) -> None:
+        self._node = node
+        self._known = known
+        self.workers_s: float | None = None
+        self.on_s: float | None = None
+
+    def look(self, elapsed_s: float = 0.0) -> None:
+        """Look once."""
+        for engine in self._node.status()["engines"]:
+            if engine["engine_id"] in self._known:
+                continue
+            if engine["pid"] and engine["workers"]:
+                self.workers_s = self.workers_s or time.monotonic()
+            if engine["state"] == "on":
+                self.on_s = self.on_s or time.monotonic()
+
+
+@pytest.fixture(scope="module")
+def watch(engine: ServedEngine, shared_node: Node) -> Watch:
+    return Watch(shared_node, ids(shared_node.status()))
+
+
+@pytest.fixture(scope="module")
+def second(
+    engine: ServedEngine, shared_node: Node, logs: Path, watch: Watch
+) -> Iterator[ServedEngine]:
+    """Another engine like the first; one test kills it."""
+    other = engine_on(shared_node, logs, "second")
+    other._on_wait = watch.look
+    with other:
+        yield other
+
+
+def test_weights_that_were_read_before_are_known_at_once(
+    second: ServedEngine, shared_node: Node, watch: Watch
+) -> None:
+    shared_node.wait_on(2)
+    watch.look()
+    assert watch.workers_s is not None
+    assert watch.on_s is not None
+    assert watch.on_s - watch.workers_s < DIGEST_S_MAX
+
+
+@pytest.mark.parametrize("length", [2 * BLOCK + 7, 9 * BLOCK])
+def test_what_one_engine_computed_the_other_hits(
+    engine: ServedEngine, second: ServedEngine, shared_node: Node, length: int
+) -> None:
+    """In both directions; the answer is the one that the first engine's own hit gives."""
+    for name, one, other in (("to", engine, second), ("fro", second, engine)):
+        tokens = prompt(f"{name} {length}", length)
+        with shared_node.storing((length + 7) // BLOCK):
+            ask(one, tokens)
+        own = ask(one, tokens)
+        with shared_node.loading((length - 1) // BLOCK):
+            assert_same(ask(other, tokens), own)
+
+
+def test_a_conversation_that_changes_engines_goes_on(
+    engine: ServedEngine, second: ServedEngine, shared_node: Node
+) -> None:
+    """Each turn is in the other engine, which holds an older part of it in its own cache."""
+    tokens, known = prompt("wanders", 200), 0
+    for turn in range(4):
+        answer = ask((engine, second)[turn % 2], tokens, 70)
+        assert answer.cached_tokens == known // BLOCK * BLOCK
+        known = len(tokens) + 69
+        shared_node.wait_at_rest()
+        tokens = [*tokens, *answer.token_ids, *prompt(f"wanders {turn}", 50)]
+
+
+def test_a_crash_in_the_middle_of_stores_leaves_nothing_lent(
+    engine: ServedEngine, second: ServedEngine, shared_node: Node
+) -> None:
+    """SIGKILL for all of an engine's processes while grants of it are out (asserted)."""
+    dead = shared_node.engine_of(second)["engine_id"]
+    with second.stream(prompt("crash", 6000), 1):
+        shared_node.wait("it has grants", lambda status: entry(status, dead)["grants"] > 1)
+        assert second.kill().was_killed
+    status = shared_node.wait(
+        "the dead engine is gone and the node at rest",
+        lambda status: dead not in ids(status) and is_at_rest(status),
+    )
+    assert_accounts(status)
+    shared_node.check()
+    tokens = prompt("after the crash", 300)
+    own = [ask(engine, tokens) for _ in range(2)][1]
+    forget(engine)
+    assert_same(ask(engine, tokens), own)
+
+
+def test_an_engine_that_only_loads_hits_what_was_computed_before_it_came(
+    engine: ServedEngine, shared_node: Node, logs: Path
+) -> None:
+    """A new engine in the place of the killed one; in the role kv_consumer it stores nothing."""
+    tokens = prompt("restart", 5 * BLOCK + 3)
+    ask(engine, tokens)
+    own = ask(engine, tokens)
+    consumer = engine_on(shared_node, logs, "consumer", connector=only("kv_consumer"))
+    with consumer:
+        shared_node.wait_on(2)
+        with shared_node.loading(5):
+            assert_same(ask(consumer, tokens), own)
+        fresh = prompt("consumed", 2 * BLOCK + 3)
+        with shared_node.storing(0):
+            ask(consumer, fresh)
+        shared_node.wait(
+            "the blocks are counted as dropped",
+            lambda status: status["counts"].get("drop.role", 0) >= 2,
+        )
+
+
+def test_an_engine_that_only_stores_never_loads(
+    engine: ServedEngine, shared_node: Node, logs: Path
+) -> None:
+    """The role kv_producer: others hit what it computes, it computes what others did."""
+    producer = engine_on(shared_node, logs, "producer", connector=only("kv_producer"))
+    with producer:
+        shared_node.wait_on(2)
+        theirs = prompt("not for producers", 2 * BLOCK + 3)
+        with shared_node.storing(2):
+            ask(engine, theirs)
+        with shared_node.loading(0):
+            assert ask(producer, theirs).cached_tokens == 0
+        shared_node.wait("it is counted", lambda status: status["counts"].get("miss.role"))
+        tokens = prompt("produced", 5 * BLOCK + 3)
+        with shared_node.storing(5):
+            ask(producer, tokens)
+        own = ask(producer, tokens)
+        with shared_node.loading(5):
+            assert_same(ask(engine, tokens), own)
+
+
+def only(role: str) -> dict[str, object]:
+    """The connector in one of vLLM's roles."""
+    return {**KVTIDE, "kv_role": role}
+
+
+def entry(status: Status, engine_id: str) -> Status:
+    """What a status says of one engine."""
+    (found,) = [one for one in status["engines"] if one["engine_id"] == engine_id]
+    return dict(found)
+
+
+def ids(status: Status) -> set[str]:
+    """The engines that a node knows."""
+    return {one["engine_id"] for one in status["engines"]}

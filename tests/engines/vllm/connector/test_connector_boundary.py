@@ -1,0 +1,193 @@
+"""An error of ours, wherever it happens, turns caching off in that process and nothing else.
+
+The engine goes on; loads that were planned already are still reported exactly once.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtide.core import messages as m
+from kvtide.engines.vllm.metadata import LoadJob, StepPlan
+from kvtide.testing.vllm_toy import ToyEngine, ToyOptions
+from tests.engines.vllm.connector.toys import (
+    Toys,
+    assert_right,
+    held_loads,
+    scheduler_of,
+    stored,
+    tokens,
+    until,
+    workers_of,
+)
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("patient")]
+
+OPTIONS = ToyOptions(chunk_tokens=32, step_tokens=40)
+SCHEDULER_CALLS = (
+    "on_new_request",
+    "matched_tokens",
+    "allocated",
+    "build_plan",
+    "loads_ended",
+    "request_finished",
+)
+WORKER_CALLS = ("handle_preemptions", "wait_for_save")
+
+
+@pytest.fixture
+def alone(toys: Toys) -> Toys:
+    """The engine that is broken on purpose is not asked whether it is well."""
+    toys.check = lambda: None  # type: ignore[method-assign]
+    return toys
+
+
+class Breaks:
+    """Lets one call of a method fail, the so manieth."""
+
+    def __init__(self, target: Any, name: str, at: int) -> None:
+        self.has_broken = False
+        self._call = getattr(target, name)
+        self._left = at
+        setattr(target, name, self)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self._left -= 1
+        if self._left == -1:
+            self.has_broken = True
+            raise RuntimeError("broken on purpose")
+        return self._call(*arguments, **keywords)
+
+
+def play(engine: ToyEngine, held: list[int]) -> None:
+    """One request is loaded, one computed, one is preempted; all must be right."""
+    ids = [engine.add([*held, *tokens(30)], 12), engine.add(tokens(60), 12)]
+    for _ in range(6):
+        engine.step()
+    engine.preempt()
+    ids.append(engine.add([*held, *tokens(7)], 12))
+    engine.run()
+    for request_id in ids:
+        assert_right(engine.results[request_id], 12)
+    assert not engine.scheduler.has_requests()
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("name", SCHEDULER_CALLS)
+def test_an_error_in_the_scheduler_role(alone: Toys, name: str, at: int) -> None:
+    """Off, and said once; everything is computed from then on."""
+    engine = alone.start(OPTIONS)
+    held = stored(alone, engine, 70)
+    broken = Breaks(scheduler_of(engine), name, at)
+    play(engine, held)
+    assert broken.has_broken == engine.connector._is_off
+    assert broken.has_broken or at > 0, "it was to fail"
+    if broken.has_broken:
+        assert not engine.connector.has_pending_push_work()
+        engine.reset()
+        result = engine.generate(held)
+        assert_right(result, 1)
+        assert result.external == 0
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("name", WORKER_CALLS)
+def test_an_error_in_the_worker_role(alone: Toys, name: str, at: int) -> None:
+    """The same; whatever loads is still planned fails, and is reported."""
+    engine = alone.start(OPTIONS)
+    held = stored(alone, engine, 70)
+    (side,) = workers_of(engine)
+    broken = Breaks(side, name, at)
+    play(engine, held)
+    assert broken.has_broken
+    assert engine.workers[0].connector._is_off
+
+
+@pytest.mark.parametrize("kind", [m.LoadBegin, m.LoadEnd, m.StoreOffer, m.Lookup, m.RegisterRoot])
+def test_an_error_while_a_message_is_sent(alone: Toys, kind: type) -> None:
+    """In the middle of a hook: a load that was half planned fails, once."""
+    engine = alone.start(OPTIONS)
+    held = stored(alone, engine, 70)
+    link = scheduler_of(engine)._link
+    send, broken = link.send, []
+
+    def fail(message: Any) -> bool:
+        if isinstance(message, kind):
+            broken.append(message)
+            raise RuntimeError("broken on purpose")
+        return bool(send(message))
+
+    link.send = fail
+    if kind is m.RegisterRoot:
+        scheduler_of(engine)._roots.clear()
+    play(engine, held)
+    assert len(broken) == 1
+    assert engine.connector._is_off
+
+
+def test_it_is_said_once(alone: Toys, caplog: pytest.LogCaptureFixture) -> None:
+    """One line with the trace, however many hooks follow."""
+    engine = alone.start(OPTIONS)
+    Breaks(scheduler_of(engine), "build_plan", 0)
+    logger = logging.getLogger("vllm.kvtide")
+    logger.addHandler(caplog.handler)
+    try:
+        assert_right(engine.generate(tokens(100), 10), 10)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert sum("kvtide off" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("role", ["scheduler", "worker"])
+def test_loads_that_run_when_caching_turns_off_are_reported(alone: Toys, role: str) -> None:
+    """A worker that turns off reports what waits behind its movers as failed."""
+    engine = alone.start(OPTIONS)
+    prompts = [stored(alone, engine, 100) for _ in range(5)]
+    (side,) = workers_of(engine)
+    with held_loads(engine):
+        ids = [engine.add(prompt) for prompt in prompts]
+        while len(scheduler_of(engine)._loads) < len(ids):
+            engine.step()
+        if role == "worker":
+            Breaks(side, "wait_for_save", 0)
+        else:
+            Breaks(scheduler_of(engine), "build_plan", 0)
+        engine.step()
+    engine.run()
+    for request_id in ids:
+        assert_right(engine.results[request_id], 1)
+
+
+def test_a_load_given_to_a_worker_that_has_ended_fails(alone: Toys) -> None:
+    """Each job is reported, once, also after `shutdown`."""
+    engine = alone.start(OPTIONS)
+    (side,) = workers_of(engine)
+    side.close(1.0)
+    side.start_loads(StepPlan(loads=[LoadJob("a", [3, 4], []), LoadJob("b", [5], [])]))
+    ended: list[str] = []
+
+    def have_ended() -> bool:
+        ended.extend(side.take_ended())
+        return len(ended) == 2
+
+    until("both have ended", have_ended)
+    assert sorted(ended) == ["a", "b"]
+    assert side.take_load_errors() == {3, 4, 5}
+    assert not side.take_ended()
+
+
+def test_shutdown_at_any_moment(alone: Toys) -> None:
+    """Both roles end in bounded time, with loads running and copies to be planned."""
+    for moment in range(8):
+        engine = alone.start(OPTIONS)
+        held = stored(alone, engine, 100)
+        engine.add([*held, *tokens(20)], 9)
+        for _ in range(moment):
+            engine.step()
+        with held_loads(engine):
+            close: Callable[[], None] = engine.close
+            close()
+        engine.run()
+        alone.engines.remove(engine)

@@ -1,0 +1,195 @@
+"""The node dies, stands still or comes back between any two hooks: the engine never notices.
+
+Outputs are right all the time, no hook waits beyond its bound, and hits resume by themselves.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvtide.testing.vllm_toy import (
+    SCHEDULER_HOOKS,
+    WORKER_HOOKS,
+    ToyEngine,
+    ToyOptions,
+    watch,
+)
+from tests.engines.vllm.connector.toys import (
+    Node,
+    Toys,
+    assert_right,
+    make_node,
+    own_hit,
+    scheduler_of,
+    session,
+    stored,
+    tokens,
+    until,
+)
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+
+OPTIONS = ToyOptions(step_tokens=40, chunk_tokens=32, settings={"kvtide.start_node": False})
+HOOKS_MAX = 1000
+HOOK_S_MAX = 0.25
+"""Far above T_lookup (1 ms), for a machine that is busy with other things; far below waiting."""
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    """Killed more often than others."""
+    for made in make_node():
+        made.serve()
+        yield made
+
+
+class Hooks:
+    """Counts the hooks of both roles, acts before one of them, and measures them all."""
+
+    def __init__(self, engine: ToyEngine) -> None:
+        self.engine = engine
+        self.count = 0
+        self.longest_s = 0.0
+        self.name = ""
+        self._at = -1
+        self._act: Callable[[], Any] = lambda: None
+        watch(engine.connector, SCHEDULER_HOOKS, self._around)
+        for worker in engine.workers:
+            watch(worker.connector, WORKER_HOOKS, self._around)
+
+    def arm(self, at: int, act: Callable[[], Any]) -> None:
+        """Act before the hook with this number, counted from now."""
+        self.count, self._at, self._act = 0, at, act
+        self.longest_s = 0.0
+
+    def _around(self, name: str, call: Callable[[], Any]) -> Any:
+        if self.count == self._at:
+            self.name = name
+            self._act()
+        self.count += 1
+        began_s = time.monotonic()
+        try:
+            return call()
+        finally:
+            self.longest_s = max(self.longest_s, time.monotonic() - began_s)
+
+
+def play(toys: Toys, engine: ToyEngine, hooks: Hooks, at: int, act: Callable[[], Any]) -> None:
+    """One request is loaded, one computed, one comes later; `act` before one of the hooks."""
+    toys.wait_open(engine)
+    held = stored(toys, engine, 70)
+    hooks.arm(at, act)
+    prompts = [[*held, *tokens(30)], tokens(60), tokens(45)]
+    ids = [engine.add(prompt, 12) for prompt in prompts[:2]]
+    for _ in range(4):
+        engine.step()
+    ids.append(engine.add(prompts[2], 12))
+    engine.run()
+    hooks.arm(-1, lambda: None)
+    for request_id in ids:
+        assert_right(engine.results[request_id], 12)
+
+
+def hook_numbers(toys: Toys, engine: ToyEngine, hooks: Hooks) -> int:
+    """How many hooks a play has."""
+    count = 0
+
+    def note() -> None:
+        nonlocal count
+        count = hooks.count
+
+    play(toys, engine, hooks, -1, note)
+    for name in range(HOOKS_MAX):
+        play(toys, engine, hooks, name * 50, note)
+        if count < name * 50:
+            return count
+    raise AssertionError("a play without end")
+
+
+def heals(toys: Toys, engine: ToyEngine) -> None:
+    """Hits resume, without a restart of the engine."""
+    toys.wait_open(engine)
+    engine.reset()
+    prompt = stored(toys, engine, 70)
+    assert engine.generate(prompt).external == own_hit(70, 70)
+
+
+QUICK = (0, 3, 5, 12, 20, 45)
+ALL = [
+    number if number in QUICK else pytest.param(number, marks=pytest.mark.slow)
+    for number in range(160)
+]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("at", ALL)
+def test_killed_before_a_hook(toys: Toys, node: Node, at: int, is_async: bool) -> None:
+    """SIGKILL: loads that run end and verify, everything else is computed."""
+    engine = toys.start(
+        ToyOptions(
+            step_tokens=40,
+            chunk_tokens=32,
+            is_async=is_async,
+            settings={"kvtide.start_node": False},
+        )
+    )
+    hooks = Hooks(engine)
+    try:
+        play(toys, engine, hooks, at, node.kill)
+        assert hooks.longest_s < HOOK_S_MAX
+        if hooks.name:
+            until("the engine has noticed", lambda: session(engine) is None)
+    finally:
+        if not node.pid:
+            node.serve()
+    heals(toys, engine)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("at", ALL)
+def test_restarted_before_a_hook(toys: Toys, node: Node, at: int, is_async: bool) -> None:
+    """A new node is there before the engine takes its next step."""
+    engine = toys.start(
+        ToyOptions(
+            step_tokens=40,
+            chunk_tokens=32,
+            is_async=is_async,
+            settings={"kvtide.start_node": False},
+        )
+    )
+    hooks = Hooks(engine)
+
+    def restart() -> None:
+        old = session(engine)
+        node.kill()
+        node.serve()
+        until("the engine is served again", lambda: session(engine) not in (None, old))
+
+    play(toys, engine, hooks, at, restart)
+    assert hooks.longest_s < HOOK_S_MAX
+    heals(toys, engine)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("at", ALL)
+def test_stopped_before_a_hook(toys: Toys, node: Node, at: int, is_async: bool) -> None:
+    """SIGSTOP until all requests have ended: T_answer bounds what they wait for it."""
+    engine = toys.start(
+        ToyOptions(
+            step_tokens=40,
+            chunk_tokens=32,
+            is_async=is_async,
+            settings={"kvtide.start_node": False},
+        )
+    )
+    hooks = Hooks(engine)
+    stopped = node.stopped()
+    try:
+        play(toys, engine, hooks, at, stopped.__enter__)
+        assert hooks.longest_s < HOOK_S_MAX
+    finally:
+        if hooks.name:
+            stopped.__exit__(None, None, None)
+    heals(toys, engine)

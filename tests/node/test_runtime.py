@@ -1,0 +1,238 @@
+"""The owner when something is broken on purpose: it ends, or it goes on, never in between."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvtide import config
+from kvtide.core import messages as m
+from kvtide.core.effects import Tick
+from kvtide.core.machine import Machine, MachineConfig
+from kvtide.errors import WireError
+from kvtide.node import main, report
+from kvtide.node.main import Way
+from kvtide.testing.fake_engine import FakeEngine, Loaded, make_tokens
+from kvtide.testing.node_process import NodeProcess
+from kvtide.units import GiB, MiB
+from kvtide.wire.command import ask
+from tests.node.fixtures import StartNode
+from tests.wire.link_owner import wait_until
+
+TOKENS = make_tokens(128, seed=1)
+BROKEN = """
+    from kvtide.core import machine
+    real = machine.Machine.handle
+    def handle(self, event, now_ms):
+        message = getattr(event, "message", None)
+        if type(message).__name__ == "Lookup":
+            {fault}
+        return real(self, event, now_ms)
+    machine.Machine.handle = handle
+"""
+
+
+@contextmanager
+def broken_node(node: NodeProcess, patch: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A node whose program is changed by `patch` before it starts."""
+    program = textwrap.dedent(patch) + textwrap.dedent("""
+        import sys
+        from kvtide.node.main import main
+        sys.exit(main())
+    """)
+    environment = os.environ | node.environment
+    environment["KVTIDE_RUNTIME_DIR"] = str(node.places.directory)
+    child = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    try:
+        node.wait_answer()
+        yield child
+    finally:
+        child.terminate()
+        child.wait(20)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "assert False, 'a belief'",
+        "raise KeyError('a surprise')",
+        "self._effects.append(machine.Close); return [None.nothing]",
+        "from kvtide.core.effects import SetGenerations; return [SetGenerations(99, 0, 1, 1)]",
+    ],
+    ids=["assertion", "surprise", "nonsense", "impossible effect"],
+)
+def test_state_that_is_not_believed_ends_the_node(new_node: StartNode, fault: str) -> None:
+    """Code 70, the reason and the place in the log; the engine is told that it is dead."""
+    node = new_node()
+    with (
+        broken_node(node, BROKEN.format(fault=fault)) as child,
+        FakeEngine(node.places, "one") as engine,
+    ):
+        assert engine.store(TOKENS).written == 2
+        engine.scheduler.link.send(m.Lookup(1_000, engine.scheduler.root(), b"", b""))
+        assert child.wait(10) == main.EXIT_FAULT
+        assert engine.scheduler.wait_for(lambda: True in engine.scheduler.downs)
+        assert not engine.scheduler.link.stopped_on_purpose, "another may be started"
+    log = node.log()
+    assert "the node's state is broken, seen at Received" in log
+    assert "Traceback" in log
+    assert not node.places.socket.exists()
+
+
+def test_page_that_cannot_be_made_costs_the_page(new_node: StartNode) -> None:
+    node = new_node()
+    patch = """
+        from kvtide.node import runtime
+        real = runtime.status
+        def status(machine, *more):
+            if machine.index.entries:
+                raise ZeroDivisionError("a bug in the page")
+            return real(machine, *more)
+        runtime.status = status
+    """
+    with broken_node(node, patch), FakeEngine(node.places, "one") as engine:
+        engine.store(TOKENS)
+        with pytest.raises(WireError, match="cannot answer this: ZeroDivisionError"):
+            node.status()
+        assert engine.load(TOKENS) == Loaded(8, 8)
+        ask(node.places, "clear")
+        assert node.status()["engines"]
+
+
+def test_memory_that_cannot_be_watched_is_one_warning(new_node: StartNode) -> None:
+    node = new_node()
+    patch = """
+        from kvtide.node import watch
+        from kvtide.errors import HostMemoryError
+        def limit(self, allocated_bytes):
+            open("/proc/self/comm", "w").write("watched")
+            raise ValueError("a strange /proc")
+        watch.MemoryWatch.limit = limit
+    """
+    with broken_node(node, patch) as child, FakeEngine(node.places, "one") as engine:
+        comm = Path(f"/proc/{child.pid}/comm")
+        wait_until(lambda: comm.read_text(encoding="ascii") == "watched\n", "nobody looks")
+        wait_until(lambda: node.status()["node"]["uptime_s"] >= 3, "it has ended")
+        engine.store(TOKENS)
+        assert engine.load(TOKENS) == Loaded(8, 8)
+    assert node.log().count("the memory around the node cannot be watched: a strange /proc") == 1
+
+
+def test_fault_outside_the_machine_ends_the_node_too(new_node: StartNode) -> None:
+    """A callback of the loop that raises: asyncio alone would log it and go on."""
+    node = new_node()
+    patch = """
+        from kvtide.node import runtime
+        def _made(self, number, done):
+            raise RuntimeError("a surprise in a callback")
+        runtime.Runtime._made = _made
+    """
+    with broken_node(node, patch) as child:
+        engine = FakeEngine(node.places, "one")
+        engine.scheduler.link.start()
+        engine.workers[0].start()
+        try:
+            assert child.wait(20) == main.EXIT_FAULT
+        finally:
+            engine.close()
+    assert "a surprise in a callback" in node.log()
+
+
+def test_broken_state_is_found_by_a_check_and_ends_the_node(new_node: StartNode) -> None:
+    node = new_node()
+    patch = """
+        from kvtide.core.machine import Machine
+        def check_integrity(self):
+            assert 1 == 2, "a cell is lent twice"
+        Machine.check_integrity = check_integrity
+    """
+    with broken_node(node, patch) as child:
+        with pytest.raises(WireError, match="state is broken: a cell is lent twice"):
+            ask(node.places, "check")
+        assert child.wait(10) == main.EXIT_FAULT
+
+
+def test_frees_its_memory_within_the_time_it_has_to_stop(new_node: StartNode) -> None:
+    """A kernel that takes for ever: it ends all the same, and says so."""
+    node = new_node()
+    patch = """
+        import threading
+        from kvtide.node import runtime
+        runtime.STOP_S_MAX = 0.5
+        runtime._close_memory = lambda memory: threading.Event().wait(60)
+    """
+    patch += """
+        import kvtide.node.main, logging, os, sys
+        code = kvtide.node.main.main()
+        logging.shutdown()
+        os._exit(code)
+    """
+    with broken_node(node, patch) as child, FakeEngine(node.places, "one") as engine:
+        engine.store(TOKENS)
+        child.terminate()
+        assert child.wait(8) == 0
+    assert "memory is still being freed after 0.5 s" in node.log()
+
+
+# ---- settings of the node
+
+
+def read(**variables: str) -> config.Config:
+    """Settings from an environment."""
+    return config.read(environ={"HOME": "/nonexistent", **variables})
+
+
+def test_node_in_the_foreground_stays_unless_told_otherwise() -> None:
+    assert main.linger_ms(read(), Way.LAUNCHED) == 600_000
+    assert main.linger_ms(read(), Way.FOREGROUND) == 0
+    assert main.linger_ms(read(KVTIDE_LINGER_S="5"), Way.FOREGROUND) == 5_000
+    shown = {one["name"]: one["value"] for one in main.shown_settings(read(), Way.FOREGROUND)}
+    assert shown["linger_s"].startswith("never")
+
+
+def test_linger_of_nothing_is_not_for_ever() -> None:
+    """To the machine 0 means never, to the user at once."""
+    assert main.linger_ms(read(KVTIDE_LINGER_S="0"), Way.LAUNCHED) == 1
+    assert main.linger_ms(read(KVTIDE_LINGER_S="0.0001"), Way.LAUNCHED) == 1
+
+
+def test_host_bytes_are_a_quarter_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    available = [40 * GiB]
+    memory = type("Memory", (), {"available_bytes": property(lambda _: available[0])})
+    monkeypatch.setattr(main.probe, "host_memory", memory)
+    assert main.host_bytes(None) == 10 * GiB
+    available[0] = 1024 * GiB
+    assert main.host_bytes(None) == 64 * GiB
+    assert main.host_bytes(200 * GiB) == 200 * GiB
+    available[0] = 100 * MiB
+    with pytest.raises(config.ConfigError, match="only 100 MiB are available here"):
+        main.host_bytes(101 * MiB)
+
+
+@pytest.mark.parametrize(
+    "value", ["2026-13-45", "2026-01-01 99:99:99", "!!int x", "!!float x", "[" * 5_000]
+)
+def test_values_that_yaml_itself_cannot_make_are_said(tmp_path: Path, value: str) -> None:
+    file = tmp_path / "kvtide.yaml"
+    file.write_text(f"linger_s: {value}\n", encoding="utf-8")
+    with pytest.raises(config.ConfigError) as raised:
+        read(KVTIDE_CONFIG_FILE=str(file))
+    assert str(file) in str(raised.value)
+
+
+def test_counts_of_engines_that_left_are_bounded() -> None:
+    left: dict[str, int] = {}
+    for number in range(report.LEFT_NAMES_MAX * 2):
+        report.add_left(left, {f"name {number}": 1})
+    assert len(left) <= report.LEFT_NAMES_MAX + 1
+    assert sum(left.values()) == report.LEFT_NAMES_MAX * 2
+    machine = Machine(
+        MachineConfig(node=b"n", pid=1, version="0", host_bytes=GiB, linger_ms=0, first_number=1)
+    )
+    machine.handle(Tick(), 1)
+    assert report.totals(machine, {"name": 1 << 70})["name"] == report.COUNT_MAX
