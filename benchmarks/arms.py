@@ -184,7 +184,8 @@ def _lmcache_server(setting: Setting, variables: Mapping[str, str]) -> Iterator[
             _wait_for_port(server, port)
             yield port
     finally:
-        Path("/dev/shm", shm).unlink(missing_ok=True)
+        for left in Path("/dev/shm").glob(f"*{shm}*"):  # where it was killed
+            left.unlink(missing_ok=True)
 
 
 def _wait_for_port(server: LeashedProgram, port: int) -> None:

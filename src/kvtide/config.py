@@ -7,8 +7,7 @@ asks for, and an engine's settings never reach the node. An unknown name stops t
 the nearest known one: a setting that is misspelt must not be a setting that is ignored. Nothing
 else in kvtide reads the environment or the file.
 
-Rejected: several tables merged at import (which names exist would depend on what was imported);
-a catch-all mapping for experiments (nobody can tell then whether a name is known).
+Rejected: several tables merged at import (then names depend on what was imported); a catch-all.
 """
 
 import difflib

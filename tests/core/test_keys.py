@@ -265,7 +265,7 @@ def test_a_salt_is_not_an_adapter_nor_an_epoch() -> None:
         {"epoch": b"", "salt": "xx", "adapter": b""},
         {"epoch": b"", "salt": "x", "adapter": b"x"},
     ]
-    assert len({keys.root_key(MARK, **part) for part in parts}) == len(parts)  # type: ignore[arg-type]
+    assert len({keys.root_key(MARK, **part) for part in parts}) == len(parts)
 
 
 tokens_of = st.lists(st.integers(0, 2**32 - 1), max_size=40)

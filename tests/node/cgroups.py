@@ -48,7 +48,7 @@ class MemoryGroup:
             "os.execv(sys.argv[2], sys.argv[2:])"
         )
         place = str(self.directory / "cgroup.procs")
-        return subprocess.Popen([sys.executable, "-c", enter, place, *command], **more)  # type: ignore[call-overload, no-any-return]
+        return subprocess.Popen([sys.executable, "-c", enter, place, *command], **more)
 
     def remove(self) -> None:
         """Remove the group; a process that has just ended may hold it for a moment."""

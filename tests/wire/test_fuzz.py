@@ -250,7 +250,7 @@ def test_strange_messages_of_an_engine_that_is_on(running_node: NodeProcess) -> 
             with FakeEngine(node.places, f"mad{round_number}") as mad:
                 mad.store(make_tokens(128, seed=2))
                 offered = mad.offer(make_tokens(64, seed=100 + round_number))
-                links = [mad.scheduler.link, *(worker.link for worker in mad.workers)]  # type: ignore[union-attr]
+                links = [mad.scheduler.link, *(worker.link for worker in mad.workers)]
                 for _ in range(50):
                     message = fuzz.draw.choice(examples)
                     changes = {

@@ -171,7 +171,7 @@ class Runtime:
             case m.Pong():
                 pass
             case m.Bye():
-                self._server.drop(connection.number)
+                self._said_bye(connection.number)
             case m.Command():
                 self._server.send(connection.number, self._answer(message))
                 self._server.close_after_sending(connection.number)
@@ -210,14 +210,26 @@ class Runtime:
             if other != number and self.machine.peers.get(other) is peer:
                 self._forget_process(other)
 
+    def _said_bye(self, number: int) -> None:
+        """It uses nothing of ours any more, by its own word: as good as dead, though it may live.
+
+        (A notebook that drops its engine goes on; the node shall not wait for it.)
+        """
+        self._server.drop(number)
+        if number in self._processes:
+            self._process_is_gone(number)
+
     def _process_died(self, number: int) -> None:
         self._server.read_rest(number)
         if number in self._processes:
-            self._forget_process(number)
-            before = dict(self.machine.instances)
-            self._feed(fx.ProcessDied(number))
-            for engine_id in before.keys() - self.machine.instances.keys():
-                add_left(self._left, before[engine_id].counts)
+            self._process_is_gone(number)
+
+    def _process_is_gone(self, number: int) -> None:
+        self._forget_process(number)
+        before = dict(self.machine.instances)
+        self._feed(fx.ProcessDied(number))
+        for engine_id in before.keys() - self.machine.instances.keys():
+            add_left(self._left, before[engine_id].counts)
 
     def _forget_process(self, number: int) -> None:
         pidfd = self._processes.pop(number, None)

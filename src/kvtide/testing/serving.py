@@ -153,8 +153,9 @@ class ServedEngine(LeashedProgram):
         began_s = time.monotonic()
         while not self._is_healthy():
             elapsed_s = time.monotonic() - began_s
-            if not self.is_alive():
-                raise ProgramError(f"the engine ended at its start; {self.log_end()}")
+            code = self._running().poll()
+            if code is not None:  # 128 + n and more, or -n: somebody sent it signal n
+                raise ProgramError(f"the engine ended at its start with {code}; {self.log_end()}")
             if elapsed_s > start_s_max:
                 raise ProgramError(f"the engine needs over {start_s_max:g} s; {self.log_end()}")
             self._on_wait(elapsed_s)

@@ -95,7 +95,7 @@ def next_token(hashes: Sequence[bytes], vocabulary: int) -> int:
 def generated(
     prompt: Sequence[int], count: int, vocabulary: int, *, shard_count: int = 1, weights: int = 0
 ) -> list[int]:
-    """What every engine must generate from a prompt: worked out without blocks, steps or caches."""
+    """What every engine must generate from a prompt: without blocks, steps or caches."""
     tokens = list(prompt)
     shards = [_hash_of(shard, weights) for shard in range(shard_count)]
     for position in range(len(prompt) + count - 1):

@@ -1,11 +1,11 @@
-"""A vLLM engine without a model: vLLM's own scheduler, our connector, a toy in place of the forward.
+"""A vLLM engine without a model: its own scheduler, our connector, a toy for the forward.
 
     ToyEngine ── Scheduler or AsyncScheduler, which builds KVTideConnector in the scheduler role
         └─ ToyWorker, one for each rank: KVTideConnector in the worker role, KV memory, toy model
 
-Steps go as in vLLM's engine core, hooks in the order of its model runner, plans and reports through
-pickle as between processes. Only the forward is not vLLM's: see `toy_engine`. So thousands of
-requests a minute go through the real scheduler, and each output tells whether all KV was right.
+Steps go as in vLLM's engine core, hooks in the order of its model runner, plans and reports
+through pickle as between processes. Only the forward is not vLLM's: see `toy_engine`. So thousands
+of requests a minute go through the real scheduler, and each output tells whether all KV was right.
 """
 
 import copy
@@ -13,7 +13,7 @@ import json
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,24 +50,6 @@ LENGTH_MAX = 4096
 IDLE_STEP_S = 0.0005
 """Between steps without a forward, in which vLLM's engine core sleeps too."""
 STEPS_MAX = 100_000
-
-SCHEDULER_HOOKS = (
-    "on_new_request",
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "update_connector_output",
-    "request_finished_all_groups",
-    "has_pending_push_work",
-)
-WORKER_HOOKS = (
-    "handle_preemptions",
-    "start_load_kv",
-    "wait_for_save",
-    "get_transfer_results",
-    "get_block_ids_with_load_errors",
-    "build_connector_worker_meta",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,9 +279,7 @@ class ToyEngine:
         if self.config.kv_transfer_config is not None:
             self.config.kv_transfer_config.engine_id = engine_id
         kv_config = kv_cache_config(options)
-        self.workers = [
-            ToyWorker(self.config, kv_config, rank) for rank in range(options.workers)
-        ]
+        self.workers = [ToyWorker(self.config, kv_config, rank) for rank in range(options.workers)]
         hash_function = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(options.block_tokens, hash_function)
@@ -389,7 +369,9 @@ class ToyEngine:
             result = None if self.options.runs_late else self._execute(output)
             self._in_flight.append((output, result))
             is_full = len(self._in_flight) == 2
-            if not is_full and (output.total_num_scheduled_tokens or self.scheduler.has_requests()):
+            if not is_full and (
+                output.total_num_scheduled_tokens or self.scheduler.has_requests()
+            ):
                 return True
         if not self._in_flight:
             return False
@@ -502,20 +484,3 @@ def _one_of_each_shard(hashes: Sequence[bytes], options: ToyOptions) -> Sequence
     """Replicas hold the same bytes, and count once; where they differ the token is wrong."""
     shards = [hashes[i : i + options.replicas] for i in range(0, len(hashes), options.replicas)]
     return [one for shard in shards for one in sorted(set(shard))]
-
-
-def watch(
-    target: Any, hooks: Iterable[str], around: Callable[[str, Callable[[], Any]], Any]
-) -> None:
-    """Have each call of a connector's hooks go through `around(name, call)`."""
-    for name in hooks:
-        setattr(target, name, _watched(name, getattr(target, name), around))
-
-
-def _watched(
-    name: str, hook: Callable[..., Any], around: Callable[[str, Callable[[], Any]], Any]
-) -> Callable[..., Any]:
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        return around(name, lambda: hook(*arguments, **keywords))
-
-    return call

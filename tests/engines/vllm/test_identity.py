@@ -447,7 +447,7 @@ def test_every_part_of_vllms_configuration_is_looked_at_or_left_out_on_purpose()
     ],
 )
 def test_every_name_left_out_is_one_of_vllms(config_class: type, names: frozenset[str]) -> None:
-    assert names <= {field.name for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
+    assert names <= {field.name for field in dataclasses.fields(config_class)}
 
 
 def test_every_variable_left_out_is_one_of_vllms() -> None:

@@ -124,8 +124,12 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Before the forward: the last moment of blocks that were given away."""
         worker, plan = self._worker, kv_connector_metadata
-        if worker is not None and isinstance(plan, StepPlan):
-            self._guarded(lambda: worker.handle_preemptions(plan), None)
+        if worker is None or not isinstance(plan, StepPlan):
+            return
+        if plan.is_off and not self._is_off:
+            self._is_off = True
+            worker.close(0.0)
+        self._guarded(lambda: worker.handle_preemptions(plan), None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Hand this step's loads to the mover threads."""
@@ -215,7 +219,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
             return StepPlan()
         plan = self._guarded(lambda: scheduler.build_plan(scheduler_output), None)
         if plan is None:
-            plan = StepPlan(loads=scheduler.take_new_loads())
+            plan = StepPlan(loads=scheduler.take_new_loads(), is_off=True)
         plan.loads += self._orphans
         self._orphans = []
         return plan

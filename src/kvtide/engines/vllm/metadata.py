@@ -39,9 +39,11 @@ class StepPlan(KVConnectorMetadata):
         rescues: blocks of requests that have ended: copied before the forward, which may
             overwrite them.
         has_forward: whether this step computes anything.
+        is_off: the scheduler role has ended by an error of its own: let go of everything.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
     rescues: list[StoreJob] = field(default_factory=list)
     has_forward: bool = True
+    is_off: bool = False

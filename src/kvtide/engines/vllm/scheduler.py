@@ -227,8 +227,8 @@ class SchedulerSide:
     def _note_preemption(self, tracker: Tracker) -> None:
         """Whoever was preempted has lost its blocks: keep what can still be copied.
 
-        vLLM tells it with the plan, after it may have admitted the request anew: then it is noticed
-        before the old blocks are forgotten.
+        vLLM tells it with the plan, after it may have admitted the request anew: then it is
+        noticed before the old blocks are forgotten.
         """
         preemptions = tracker.request.num_preemptions
         if preemptions == tracker.preemptions:

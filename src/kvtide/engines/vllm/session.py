@@ -91,7 +91,7 @@ class EngineSession:
         self._config = config
         self._places = places
         self._incarnation = secrets.token_bytes(16)
-        self._starter = NodeStarter(config.runtime_dir)
+        self._starter = NodeStarter(config.runtime_dir, config.node_environment)
         self._arrived = threading.Condition()
         self._answers: deque[m.Match | m.Pending | m.StoreAnswer] = deque()
         self._abandoned: set[int] = set()

@@ -80,7 +80,8 @@ class Stores:
         self._counters = counters
         self._manager: Any = None
         self._step = 0
-        self._given: dict[int, int] = {}  # block -> step in which it was last given out
+        self._given: dict[int, int] = {}  # block -> last step before this one that gave it out
+        self._giving: list[int] = []  # blocks that this step gives out
         self._asking: dict[int, StorePlan] = {}
         self._left: list[_Left] = []
         self._due: list[StoreJob] = []
@@ -100,10 +101,11 @@ class Stores:
     # ---- what happens to requests
 
     def given_out(self, block_ids: Iterable[int]) -> None:
-        """The engine gives these blocks to a request in the step being scheduled."""
-        step = self._step
-        for block_id in block_ids:
-            self._given[block_id] = step
+        """The engine gives these blocks to a request in the step being scheduled.
+
+        It may name again what the request was given in an earlier step.
+        """
+        self._giving.extend(block_ids)
 
     def admitted(self, tracker: Tracker) -> None:
         """Blocks are allocated: ask for what the prompt will need next."""
@@ -237,8 +239,7 @@ class Stores:
             left.store.mark(granted.first_block, granted.end_block, outcome)
 
     def _is_intact(self, block_id: int, last_step: int) -> bool:
-        given_step = self._given.get(block_id, -1)
-        return given_step <= last_step or given_step == self._step
+        return self._given.get(block_id, -1) <= last_step
 
     def plan(self, plan: StepPlan) -> None:
         """Put this step's copies into the plan; the step is over for us."""
@@ -247,6 +248,9 @@ class Stores:
         plan.stores, self._due = self._due, []
         plan.rescues, self._rescues = self._rescues, []
         self._send_returned()
+        for block_id in self._giving:
+            self._given[block_id] = self._step
+        self._giving.clear()
         self._step += 1
 
     def _plan_left(self, left: _Left) -> None:

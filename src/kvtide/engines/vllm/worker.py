@@ -223,7 +223,7 @@ class WorkerSide:
             self.counters.add("stored_bytes", len(job.block_ids) * self._mover.payload_bytes)
 
     def _answer(self, stored: m.Stored) -> None:
-        """Say that a grant is answered; one that a hello has named, or may, stays held till then."""
+        """Say that a grant is answered; until that is sent it stays held, for hellos to name."""
         with self._lock:
             if self._connection is not None and self._link.send(stored):
                 self._held.discard(stored.grant)
@@ -310,7 +310,9 @@ class WorkerSide:
         self._link.send(m.RegionLeft(number))
 
     def close(self, timeout_s: float) -> None:
-        """End threads and mappings in bounded time."""
+        """End threads and mappings in bounded time; nothing is written from now on."""
+        with self._lock:
+            self._connection = None
         deadline_s = time.monotonic() + timeout_s
         self._movers.shutdown(wait=False)  # what waits still fails and is reported
         self._link.close(timeout_s / 2)

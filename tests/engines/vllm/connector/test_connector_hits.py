@@ -60,7 +60,7 @@ def options(chunk_blocks: int, step_tokens: int, **others: Any) -> ToyOptions:
 def test_a_hit_equals_the_engines_own_at_every_length(
     toys: Toys, chunk_blocks: int, step_tokens: int, is_async: bool
 ) -> None:
-    """Cold; from the engine's own cache; from kvtide after a reset. All blocks are accounted for."""
+    """Cold; from the engine's own cache; from kvtide after a reset. All blocks have an outcome."""
     engine = toys.start(options(chunk_blocks, step_tokens, is_async=is_async))
     prompts = [tokens(length) for length in edges(chunk_blocks)]
     with accounts() as taken:

@@ -219,9 +219,7 @@ def test_a_region_that_went_between_plan_and_copy(toys: Toys) -> None:
     assert result.external == own_hit(150, 150)
 
 
-def test_a_load_that_takes_too_long_fails(
-    toys: Toys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_takes_too_long_fails(toys: Toys, monkeypatch: pytest.MonkeyPatch) -> None:
     """T_load has passed before the copy began."""
     engine = toys.start(OPTIONS)
     prompt = stored(toys, engine, 100)
@@ -238,7 +236,7 @@ def test_a_load_that_takes_too_long_fails(
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_aborted_while_it_loads(toys: Toys, is_async: bool) -> None:
-    """Its blocks stay until the report, which comes once; somebody who waited loads for himself."""
+    """Its blocks stay until the report, which comes once; who waited loads for himself."""
     engine = toys.start(ToyOptions(chunk_tokens=64, step_tokens=64, is_async=is_async))
     prompt = stored(toys, engine, 150)
     with reports(engine) as seen:

@@ -158,7 +158,7 @@ def test_new_weights_at_every_step(toys: Toys, mode: str) -> None:
         scene = Scene(engine, toys.rest, weights)
         before: dict[str, int] = {}
 
-        def update(scene: Scene) -> None:
+        def update(scene: Scene, before: dict[str, int] = before) -> None:
             nonlocal weights
             while True:
                 engine.drain()

@@ -72,7 +72,7 @@ def test_both_engines_of_a_node_at_once(toys: Toys) -> None:
     base = tokens(100)
     prompts = [[*base, *tokens(n)] for n in (3, 30, 77)]
     ids = [[engine.add(prompt, 9) for prompt in prompts] for engine in engines]
-    while any([engine.step() for engine in engines]):
+    while engines[0].step() | engines[1].step():
         pass
     for engine, own in zip(engines, ids, strict=True):
         for request_id in own:

@@ -48,7 +48,7 @@ def until(what: str, condition: Callable[[], object]) -> None:
 
 def tokens(count: int) -> list[int]:
     """Random token ids that no other test has."""
-    numbers = random.Random(next(_seeds))  # noqa: S311
+    numbers = random.Random(next(_seeds))
     return [numbers.randrange(VOCABULARY) for _ in range(count)]
 
 
