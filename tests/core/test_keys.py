@@ -258,7 +258,7 @@ def test_epoch_salt_and_adapter_are_never_confused(
 
 
 def test_a_salt_is_not_an_adapter_nor_an_epoch() -> None:
-    parts = [
+    parts: list[dict[str, Any]] = [
         {"epoch": b"x", "salt": "", "adapter": b""},
         {"epoch": b"", "salt": "x", "adapter": b""},
         {"epoch": b"", "salt": "", "adapter": b"x"},

@@ -160,6 +160,29 @@ def test_room_does_not_move_to_and_fro() -> None:
     assert min(shares) >= 7 * REGION_BYTES
 
 
+def test_empty_regions_given_up_for_another_layout_are_not_made_again() -> None:
+    """The first layout is full, and its newest region is empty: its worker is away. The second
+    needs two regions at once; the first would take each one back as soon as it is free."""
+    world = World(host_bytes=8 * REGION_BYTES)
+    idle = Engine(world, "idle", model="idle", chunk_blocks=6).start()
+    idle.kill_all()
+    first = Engine(world).start()
+    fill(first, count=16)
+    world.holds_regions = True
+    fill(first, first=30, count=4)
+    first.disconnect(first.workers[0])
+    world.holds_regions = False
+    for event in world.make_regions():
+        world.give(event)
+    second = Engine(world, "second", model="wide", cell_bytes=2 * CELL_BYTES).start()
+    made = max(world.machine.host.regions)
+    for _ in range(20):
+        world.tick(after_ms=100)
+    assert max(world.machine.host.regions) == made
+    first.connect_worker(0)
+    assert bytes_of(world, second) == 2 * REGION_BYTES
+
+
 def test_a_layout_whose_engine_has_gone_keeps_its_share(world: World) -> None:
     """Another engine fills the node; the first model's engine is started anew and hits."""
     world = World(host_bytes=16 * REGION_BYTES)

@@ -97,6 +97,18 @@ def swapped(one: Cell, other: Cell) -> Iterator[None]:
         write(other, before[1])
 
 
+@contextlib.contextmanager
+def damaged(cell: Cell) -> Iterator[None]:
+    """Inside, the two halves of a cell have changed places."""
+    before = read(cell)
+    half = cell.size_bytes // 2
+    write(cell, before[half:] + before[:half])
+    try:
+        yield
+    finally:
+        write(cell, before)
+
+
 def move_generation(pid: int, cell: Cell) -> None:
     """Raise the generation of one cell, as the node does when it lends the cell again.
 

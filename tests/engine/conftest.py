@@ -4,9 +4,10 @@ Each node has a runtime directory of its own, so that the user's node is never t
 with the fixture that made it. After every test the shared node must be at rest and whole.
 """
 
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,11 @@ from tests.engine.nodes import Node
 TEST_S_MAX = 300
 """Starts on a busy machine are slow; what must be quick says so itself."""
 
-StartEngine = Callable[..., ServedEngine]
+SOAK_S = float(os.environ.get("SOAK_S", "60"))
+"""How long each soak takes."""
+
+in_soaks_only = pytest.mark.skipif("SOAK_S" not in os.environ, reason="scripts/soak runs it")
+"""For what takes long, or needs luck to meet."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,7 +18,7 @@ from kvtide.testing.serving import ServedEngine
 from kvtide.units import MiB
 from tests.engine.answers import ask, assert_same, forget, is_same
 from tests.engine.cgroups import Cgroup, limited_cgroup
-from tests.engine.conftest import engine_on
+from tests.engine.conftest import engine_on, in_soaks_only
 from tests.engine.nodes import Node, assert_accounts, wait_until
 from tests.engine.prompts import prompt
 
@@ -265,6 +265,7 @@ def test_an_external_reset_in_the_middle_of_a_request_keeps_it_from_being_stored
 
 
 @pytest.mark.slow
+@in_soaks_only
 @pytest.mark.timeout(1500)
 def test_an_external_reset_in_the_middle_of_a_load_fails_the_load(
     served: ServedEngine, node: Node

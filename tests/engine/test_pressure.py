@@ -6,6 +6,7 @@ each answer can be held against the same request served alone, without kvtide.
 
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from kvtide.testing.completions import Completion
 from kvtide.testing.serving import TINY_LLAMA, ServedEngine
 from kvtide.units import MiB
 from tests.engine.answers import ask, assert_close, forget
-from tests.engine.conftest import engine_on
+from tests.engine.conftest import SOAK_S, engine_on, in_soaks_only
 from tests.engine.nodes import Node, assert_accounts, wait_until
 from tests.engine.prompts import prompt
 
@@ -27,7 +28,6 @@ POOL_BLOCKS = 128
 SEQUENCES_MAX = 8
 HOST_BYTES = 16 * MiB
 """Sixteen chunks: the least that this layout can do with."""
-SOAK_S = float(os.environ.get("SOAK_S", "60"))
 USERS = 8
 OFF = {"kv_transfer_params": {"kvtide": "off"}}
 
@@ -157,28 +157,73 @@ class User:
                 next(iter(stream))
 
 
+def soak(engine: ServedEngine) -> list[User]:
+    """Everybody chats until the time is over; then nobody is served any more."""
+    users = [User(number, engine, time.monotonic() + SOAK_S) for number in range(USERS)]
+    with ThreadPoolExecutor(USERS) as pool:
+        for done in [pool.submit(user.run) for user in users]:
+            done.result()
+    wait_until("nobody is served", lambda: not in_state(engine, "running", "waiting"))
+    assert all(user.left_count for user in users)
+    return users
+
+
+def assert_right(users: list[User], engine: ServedEngine) -> None:
+    """The ends of each user's last conversations against the same turns served alone."""
+    for user in users:
+        assert user.answers
+        for tokens, answer in user.answers[-3:]:
+            assert_close(answer, alone(engine, tokens, len(answer.token_ids)))
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(SOAK_S + 400)
 def test_after_a_soak_every_answer_was_right_and_nothing_is_lost(
     served: ServedEngine, node: Node
 ) -> None:
-    """Eight users, several times more KV than engine and node can hold; preemptions, aborts,
-    evictions and hits all the time (asserted). The last answer of each user's last conversations
-    is held against the same turn served alone.
+    """Several times more KV than engine and node can hold: preemptions, aborts, evictions and
+    hits all the time (asserted).
     """
     before = node.status()
     preempted = preemptions(served)
-    users = [User(number, served, time.monotonic() + SOAK_S) for number in range(USERS)]
-    with ThreadPoolExecutor(USERS) as pool:
-        for done in [pool.submit(user.run) for user in users]:
-            done.result()
-    wait_until("nobody is served", lambda: not in_state(served, "running", "waiting"))
+    users = soak(served)
     after = node.wait_at_rest()
     assert_accounts(after)
     node.check()
     assert preemptions(served) > preempted
     assert after["evicted"]["room"] > before["evicted"]["room"]
     assert after["counts"]["tokens.external"] > before["counts"].get("tokens.external", 0)
-    assert all(user.left_count for user in users)
-    for user in users:
-        for tokens, answer in user.answers[-2:]:
-            assert_close(answer, alone(served, tokens, len(answer.token_ids)))
+    assert_right(users, served)
+
+
+@pytest.mark.slow
+@in_soaks_only
+@pytest.mark.timeout(SOAK_S + 400)
+def test_a_soak_in_bad_weather_is_as_right(served: ServedEngine, node: Node) -> None:
+    """The node is killed and started anew, stands still, and is cleared, again and again."""
+    stop = threading.Event()
+    source = random.Random("weather")
+    kills = 0
+
+    def weather() -> None:
+        nonlocal kills
+        while not stop.wait(source.uniform(1, 5)):
+            node.clear()
+            with node.stopped():
+                stop.wait(source.uniform(0.05, 1))
+            if source.random() < 0.3:
+                kills += 1
+                node.kill()
+                node.serve(KVTIDE_HOST_BYTES=str(HOST_BYTES))
+            node.wait_on()
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(weather)
+        try:
+            users = soak(served)
+        finally:
+            stop.set()
+        done.result()
+    assert kills
+    node.wait_on()
+    assert_right(users, served)

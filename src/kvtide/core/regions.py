@@ -49,15 +49,16 @@ class Regions:
         for layout in sorted(layouts, key=host.held_bytes):
             if not host.wants_region(layout):
                 continue
+            # An empty region is gone at once, and the next may go; for another surplus() waits.
+            while not host.has_room(layout) and (region := host.surplus(layout, now_ms)):
+                self._give_up(region, now_ms)
             if host.has_room(layout):
                 region = host.make(layout)
                 self._emit(MakeRegion(region.number, layout, region.cells.cell_count))
-                continue
-            self._give_up(host.surplus(layout, now_ms), now_ms)
-            if host.is_making_room(now_ms):
+            elif host.is_making_room(now_ms):
                 break
-        if host.allocated_bytes > host.limit_bytes:
-            self._give_up(host.surplus(None, now_ms), now_ms)
+        while host.allocated_bytes > host.limit_bytes and (region := host.surplus(None, now_ms)):
+            self._give_up(region, now_ms)
 
     def made(self, number: int, now_ms: int) -> None:
         """The memory is there; workers are offered it next."""
@@ -75,9 +76,7 @@ class Regions:
         """Hold at most this much from now on; one region after the other goes back."""
         self._host.limit(host_bytes)
 
-    def _give_up(self, region: Region | None, now_ms: int) -> None:
-        if region is None:
-            return
+    def _give_up(self, region: Region, now_ms: int) -> None:
         region.is_leaving = True
         region.leaving_since_ms = now_ms
         inside = [entry for entry in self._index.entries.values() if entry.region == region.number]

@@ -1,0 +1,151 @@
+"""Engines that must not share, on one node: it keeps them apart, and says what differs.
+
+Tiny models, in bfloat16 where the type does not matter.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtide.testing.serving import TINY_LLAMA, TINY_LLAMA_B, ServedEngine
+from tests.engine import cells
+from tests.engine.answers import ask, assert_same, forget, is_same
+from tests.engine.conftest import engine_on
+from tests.engine.nodes import Node, Status
+from tests.engine.prompts import prompt
+
+BLOCK = 128
+BLOCK_BYTES = BLOCK * 2048
+"""Of a block of the tiny models in two-byte numbers, all shards together."""
+LENGTH = 5 * BLOCK + 9
+NAME = ("--served-model-name", "the-model")
+
+
+@pytest.fixture(scope="module")
+def single(node: Node, logs: Path) -> Iterator[ServedEngine]:
+    """One worker, bfloat16."""
+    arguments = ("--dtype", "bfloat16", *NAME)
+    with engine_on(node, logs, "single", *arguments, model=TINY_LLAMA) as engine:
+        node.wait_on()
+        yield engine
+
+
+def stored(engine: ServedEngine, node: Node, name: str) -> list[int]:
+    """A prompt that the node holds from now on."""
+    tokens = prompt(name, LENGTH)
+    with node.storing(5, BLOCK_BYTES):
+        ask(engine, tokens)
+    return tokens
+
+
+def assert_apart(one: ServedEngine, other: ServedEngine, node: Node) -> None:
+    """Neither finds what the other has stored; each finds its own."""
+    for mine, theirs in ((one, other), (other, one)):
+        tokens = stored(theirs, node, f"apart {mine.log.name} {theirs.log.name}")
+        own = ask(theirs, tokens)
+        with node.loading(0):
+            assert ask(mine, tokens).cached_tokens == 0
+        node.wait_at_rest()
+        forget(theirs)
+        with node.loading(5):
+            assert_same(ask(theirs, tokens), own)
+
+
+def differing(one: ServedEngine, other: ServedEngine, node: Node) -> set[str]:
+    """The fields that keep two engines from sharing, as the status names them."""
+    ids = {node.engine_of(engine)["engine_id"] for engine in (one, other)}
+    pairs: list[Status] = node.status()["not_shared"]
+    (fields,) = [pair["fields"] for pair in pairs if set(pair["engines"]) == ids]
+    for values in fields.values():
+        assert values[0] != values[1]
+    return set(fields)
+
+
+def test_two_ranks_hit_like_one_and_share_with_their_like_only(
+    single: ServedEngine, node: Node, logs: Path
+) -> None:
+    """Tensor parallel 2: each rank keeps its shard; one wrong block in one of them shows."""
+    arguments = ("--dtype", "bfloat16", "--tensor-parallel-size", "2", *NAME)
+    ranks = engine_on(
+        node, logs, "ranks", *arguments, model=TINY_LLAMA, VLLM_CPU_OMP_THREADS_BIND="0|1"
+    )
+    with ranks:
+        node.wait_on(2)
+        memory = cells.NodeMemory(node.pid)
+        before = memory.last_generation()
+        tokens = stored(ranks, node, "two ranks")
+        own = ask(ranks, tokens)
+        forget(ranks)
+        with node.loading(5):
+            assert_same(ask(ranks, tokens), own)
+        for shard in (0, 1):
+            forget(ranks)
+            mine = memory.cells(before, shard)
+            assert len(mine) == 5
+            with cells.damaged(mine[1]):
+                wrong = ask(ranks, tokens)
+            assert wrong.cached_tokens == own.cached_tokens
+            assert not is_same(wrong, own)
+        assert_apart(single, ranks, node)
+        assert any("tensor_parallel" in name for name in differing(single, ranks, node))
+
+
+def test_two_weight_sets_under_one_name_are_two_models(
+    single: ServedEngine, node: Node, logs: Path
+) -> None:
+    """Same shape, same name, other weights; the status does not call them look-alikes."""
+    arguments = ("--dtype", "bfloat16", *NAME)
+    with engine_on(node, logs, "other-weights", *arguments, model=TINY_LLAMA_B) as other:
+        node.wait_on(2)
+        one_name = {node.engine_of(engine)["label"] for engine in (single, other)}
+        assert one_name == {"the-model"}
+        assert_apart(single, other, node)
+        assert node.status()["not_shared"] == []
+
+
+def test_two_dtypes_are_kept_apart_and_the_status_names_the_field(
+    single: ServedEngine, node: Node, logs: Path
+) -> None:
+    """Equal sizes, other meaning: float16 against bfloat16."""
+    arguments = ("--dtype", "float16", *NAME)
+    with engine_on(node, logs, "other-dtype", *arguments, model=TINY_LLAMA) as other:
+        node.wait_on(2)
+        assert_apart(single, other, node)
+        fields = differing(single, other, node)
+        assert any("dtype" in name for name in fields)
+        assert not any("parallel" in name for name in fields)
+
+
+def test_two_engine_cores_share_on_one_node(single: ServedEngine, node: Node, logs: Path) -> None:
+    """Data parallel 2: what either core computes both can load; so can the engine beside them."""
+    arguments = ("--dtype", "bfloat16", "--data-parallel-size", "2", *NAME)
+    both = engine_on(
+        node, logs, "cores", *arguments, model=TINY_LLAMA, VLLM_CPU_OMP_THREADS_BIND="0|1"
+    )
+    with both:
+        node.wait_on(3)
+        cores = node.engines_of(both)
+        assert len(cores) == 2
+        assert len({core["engine_id"] for core in cores}) == 2
+        assert (
+            len({core["fingerprint"] for core in cores} | {node.engine_of(single)["fingerprint"]})
+            == 1
+        )
+        own = None
+        for number in range(40):
+            tokens = prompt(f"cores {number}", LENGTH)
+            ask(single, tokens)
+            own = ask(single, tokens)
+            node.wait_at_rest()
+            ours = ask(both, tokens)
+            assert_same(ours, own)
+            if all(loaded_tokens(core) for core in node.engines_of(both)):
+                return
+        raise AssertionError("one core has never loaded")
+
+
+def loaded_tokens(core: Status) -> int:
+    """What one engine core has loaded so far."""
+    tokens: int = core["counts"].get("tokens.external", 0)
+    return tokens
