@@ -23,7 +23,7 @@ check: setup
 
 test: setup
 	@scripts/check
-	@$(PYTHON) -m pytest -m 'engine or slow'
+	@$(PYTHON) -m pytest -m 'engine and not slow'
 
 bench: setup
 	@$(PYTHON) -m benchmarks

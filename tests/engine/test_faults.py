@@ -234,11 +234,15 @@ def uses_what_the_group_leaves(served: ServedEngine, node: Node, group: Cgroup) 
         )
         assert ask(served, prompt("under pressure", 3000), 1).cached_tokens == 0
     node.wait("it may grow again", lambda s: s["host"]["limit_bytes"] == size_bytes)
-    fits = prompt("fits", 3000)
-    ask(served, fits, 1)
-    node.wait_at_rest()
-    forget(served)
-    assert ask(served, fits, 1).cached_tokens == 3000 // BLOCK * BLOCK
+
+    def holds_it_all() -> bool:
+        fits = prompt("fits", 3000)
+        ask(served, fits, 1)
+        node.wait_at_rest()
+        forget(served)
+        return ask(served, fits, 1).cached_tokens == 3000 // BLOCK * BLOCK
+
+    wait_until("it has grown again", holds_it_all)
 
 
 # ---- resets, which are the last: this engine does not reach anything afterwards
