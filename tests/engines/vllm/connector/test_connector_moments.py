@@ -78,7 +78,13 @@ class Scene:
                 assert_right(self.engine.results[request_id], self.counts[request_id])
 
 
-def moments(toys: Toys, options: ToyOptions, act: Callable[[Scene], None], *aborted: int) -> int:
+def moments(
+    toys: Toys,
+    options: ToyOptions,
+    act: Callable[[Scene], None],
+    *aborted: int,
+    may_forget: bool = False,
+) -> int:
     """Play a scene for each of its steps; how often `act` met something to act upon."""
     engine = toys.start(options)
     for moment in range(STEPS_MAX):
@@ -86,14 +92,16 @@ def moments(toys: Toys, options: ToyOptions, act: Callable[[Scene], None], *abor
         has_acted = scene.play(moment, act)
         scene.check(*(scene.ids[i] for i in aborted))
         toys.check()
-        again(engine, scene, aborted)
+        again(engine, scene, aborted, may_forget=may_forget)
         if not has_acted:
             return moment
     raise AssertionError("a scene without end")
 
 
-def again(engine: ToyEngine, scene: Scene, aborted: tuple[int, ...]) -> None:
-    """What finished is found again, to the last block."""
+def again(
+    engine: ToyEngine, scene: Scene, aborted: tuple[int, ...], *, may_forget: bool = False
+) -> None:
+    """What finished is found again, to the last block; or a part, where blocks were taken away."""
     assert engine.reset()
     for number, request_id in enumerate(scene.ids):
         if number in aborted:
@@ -102,7 +110,8 @@ def again(engine: ToyEngine, scene: Scene, aborted: tuple[int, ...]) -> None:
         prompt = [*old.prompt, *old.tokens]
         result = engine.generate(prompt)
         assert_right(result, 1)
-        assert result.hit == own_hit(len(prompt), len(prompt) - 1), number
+        own = own_hit(len(prompt), len(prompt) - 1)
+        assert 0 < result.hit <= own if may_forget else result.hit == own, number
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -115,7 +124,7 @@ def test_preempted_at_every_step(toys: Toys, mode: str) -> None:
         count += scene.engine.preempt() is not None
 
     options = ToyOptions(step_tokens=40, chunk_tokens=32, **MODES[mode])
-    assert moments(toys, options, preempt) > 20
+    assert moments(toys, options, preempt, may_forget=True) > 20
     assert count > 10, "nothing was preempted"
 
 
@@ -187,7 +196,7 @@ def test_new_weights_at_every_step(toys: Toys, mode: str) -> None:
     raise AssertionError("a scene without end")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "async, late"])
 def test_reset_external_in_the_middle_of_a_load(toys: Toys, mode: str) -> None:
     """vLLM cannot reset then, and says so; what is being loaded is not used all the same."""
     engine = toys.start(ToyOptions(step_tokens=40, chunk_tokens=32, **MODES[mode]))
