@@ -35,9 +35,9 @@ def is_same(one: Completion, other: Completion) -> bool:
 
 def assert_same(ours: Completion, own: Completion) -> None:
     """Equal, from hits of equal length."""
-    assert ours.cached_tokens == own.cached_tokens
-    assert ours.token_ids == own.token_ids
-    assert ours.logprobs == own.logprobs
+    assert ours.cached_tokens == own.cached_tokens, (ours.cached_tokens, own.cached_tokens)
+    assert ours.token_ids == own.token_ids, (ours.token_ids, own.token_ids)
+    assert ours.logprobs == own.logprobs, (ours.logprobs, own.logprobs)
 
 
 def whole_blocks(tokens: int, block_tokens: int) -> int:

@@ -58,7 +58,9 @@ class NodeMemory:
             if kind != "g":
                 continue
             generations = array("Q", Path(path).read_bytes())
-            data = files[region, str(shard)]
+            data = files.get((region, str(shard)))
+            if data is None:  # a region of engines with fewer shards
+                continue
             size = os.stat(data).st_size // len(generations)
             found += [
                 Cell(data, number * size, size, generation, number)
