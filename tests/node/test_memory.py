@@ -154,6 +154,7 @@ def tokens_of(seed: int) -> list[int]:
     return make_tokens(SHAPE.chunk_tokens, seed)
 
 
+@pytest.mark.slow
 def test_grows_until_its_group_is_full_and_evicts_then(new_node: StartNode) -> None:
     """More is stored than the group allows: the node stays below, and serves what is new."""
     with memory_group(GROUP_BYTES) as group:

@@ -328,6 +328,7 @@ def test_too_long_a_path_is_refused_with_both_lengths(runtime_dir: Path) -> None
         ask(Places(runtime_dir / ("x" * 100)), "status")
 
 
+@pytest.mark.slow
 def test_more_memory_than_there_is_is_refused_with_both_sizes(new_node: StartNode) -> None:
     node = new_node(host_bytes="900TiB")
     node.launch()

@@ -248,6 +248,7 @@ def test_drafts_are_never_stored(toys: Toys, right: int, is_async: bool) -> None
 # ---- a small pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("block_count", [19, 21, 24])
 def test_a_pool_too_small_for_all(toys: Toys, block_count: int, is_async: bool) -> None:
