@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,11 @@ class Node:
     # ---- what it says
 
     def status(self) -> Status:
-        """Its status now; KVTideError where there is none."""
-        return ask(self.places, "status")
+        """Its status now; KVTideError where there is none. What was not counted yet is 0."""
+        status = ask(self.places, "status")
+        for part in (status, *status["engines"]):
+            part["counts"] = Counter(part["counts"])
+        return status
 
     def is_there(self) -> bool:
         """Whether a node answers."""
@@ -61,7 +65,7 @@ class Node:
 
     def count(self, name: str) -> int:
         """One of its counters, those of its engines added up."""
-        value: int = self.status()["counts"].get(name, 0)
+        value: int = self.status()["counts"][name]
         return value
 
     def engines_of(self, served: ServedEngine) -> list[Status]:
@@ -123,7 +127,7 @@ class Node:
         yield
         self.wait(
             f"{blocks} blocks are loaded",
-            lambda status: status["counts"].get("loaded_blocks", 0) - before >= blocks,
+            lambda status: status["counts"]["loaded_blocks"] - before >= blocks,
         )
         assert self.count("loaded_blocks") - before == blocks
 

@@ -148,5 +148,5 @@ def test_two_engine_cores_share_on_one_node(single: ServedEngine, node: Node, lo
 
 def loaded_tokens(core: Status) -> int:
     """What one engine core has loaded so far."""
-    tokens: int = core["counts"].get("tokens.external", 0)
+    tokens: int = core["counts"]["tokens.external"]
     return tokens
