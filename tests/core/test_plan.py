@@ -104,6 +104,26 @@ def test_a_drop_that_may_pass_is_asked_again_later() -> None:
     assert store.granted
 
 
+def test_what_another_was_storing_is_asked_for_again_at_the_end() -> None:
+    """That one may have failed; a bounded number of times, and each block still counts once."""
+    store = plan(2 * CHUNK + BLOCK)
+    in_flight = [DropReason.IN_FLIGHT] * 2
+    answer(store, ask(store, 2 * CHUNK), *in_flight)
+    assert store.offer(2, 2 * CHUNK, with_tail=False, now_ms=0) is None
+    offer = ask(store, 2 * CHUNK + BLOCK, tail=True)
+    assert offer.parent == store.chain.root
+    assert [len(digests) // 16 for digests in offer.digests] == [PER_CHUNK, PER_CHUNK, 1]
+    answer(store, offer, HELD, *in_flight)
+    offer = ask(store, 2 * CHUNK + BLOCK, tail=True)
+    assert [len(digests) // 16 for digests in offer.digests] == [PER_CHUNK, 1]
+    answer(store, offer, *in_flight)
+    assert store.offer(2, 2 * CHUNK + BLOCK, with_tail=True, now_ms=0) is None
+    assert store.outcomes(2 * PER_CHUNK + 1, DropReason.TOO_OLD) == {
+        HELD: PER_CHUNK,
+        DropReason.IN_FLIGHT: PER_CHUNK + 1,
+    }
+
+
 def test_a_lost_anchor_starts_again_from_the_root() -> None:
     store = plan(2 * CHUNK, next_chunk=1)
     answer(store, ask(store, 2 * CHUNK), DropReason.NOT_ANCHORED)

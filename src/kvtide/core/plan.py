@@ -22,6 +22,9 @@ OFFER_CHUNKS_MAX = 128
 """Chunks in one offer; more follow with the next."""
 ANCHOR_RETRIES_MAX = 2
 """How often a request starts again from its root because the chunk before was evicted."""
+IN_FLIGHT_RETRIES_MAX = 2
+"""How often a request that is at its end asks again for what another was storing before: that one
+may have failed. More would only count those that store the same beside it."""
 RETRY_MS = 100
 """After a drop that may pass (no memory yet), the chunk is offered again so much later."""
 PLANNED = "planned"
@@ -83,6 +86,8 @@ class StorePlan:
         self._question: _Question | None = None
         self._tail_end_block = next_chunk * chain.blocks_per_chunk
         self._anchor_retries = 0
+        self._in_flight_retries = 0
+        self._in_flight_chunk: int | None = None  # the first one that another was storing
         self._retry_at_ms = 0
         self._passing: DropReason | None = None
         self._marks = bytearray()
@@ -127,6 +132,8 @@ class StorePlan:
         """
         if self._question is not None or now_ms < self._retry_at_ms:
             return None
+        if with_tail:
+            self._go_back_to_in_flight()
         chain = self.chain
         whole_end = min(horizon_tokens, chain.token_count) // chain.chunk_tokens
         chunks = range(self.next_chunk, min(whole_end, self.next_chunk + OFFER_CHUNKS_MAX))
@@ -145,6 +152,18 @@ class StorePlan:
             digests.append(short(full))
         self._question = _Question(number, parts)
         return StoreOffer(number, chain.root, chain.parent(parts[0][0]), keys, digests)
+
+    def _go_back_to_in_flight(self) -> None:
+        """Offer once more what another was storing: by now it is held, or that one has failed."""
+        chunk = self._in_flight_chunk
+        if chunk is None or self.granted or self._in_flight_retries >= IN_FLIGHT_RETRIES_MAX:
+            return
+        self._in_flight_retries += 1
+        self._in_flight_chunk = None
+        first_block = chunk * self.chain.blocks_per_chunk
+        self.next_chunk, self._tail_end_block = chunk, first_block
+        in_flight = bytes([OUTCOMES.index(DropReason.IN_FLIGHT) + 1])
+        self._marks[first_block:] = self._marks[first_block:].replace(in_flight, b"\0")
 
     def answered(self, answer: StoreAnswer, now_ms: int) -> bool:
         """Take the node's answer in; False where it comes too late, and its grants go back."""
@@ -173,6 +192,8 @@ class StorePlan:
                 self._passing = None
             else:
                 self.mark(first_block, first_block + blocks, outcome)
+                if outcome == DropReason.IN_FLIGHT and self._in_flight_chunk is None:
+                    self._in_flight_chunk = chunk
             self._advance(chunk, blocks)
 
     def _advance(self, chunk: int, blocks: int) -> None:
