@@ -247,6 +247,22 @@ def test_close_is_bounded_while_the_node_is_stopped(
         running_node.signal(signal.SIGCONT)
 
 
+def test_good_bye_is_said_though_the_connection_is_gone(
+    running_node: NodeProcess, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process lives on, so its death would never tell: what it was lent would stay lent."""
+    monkeypatch.setattr(link_module, "SEEK_S", 3600.0)  # it does not come back by itself
+    owner = Owner()
+    link = make_link(owner, running_node.places)
+    owner.wait("up")
+    assert ask(running_node.places, "status")["engines"]
+    link.send(m.Stored(1, True))  # not for a scheduler to say: the node closes the connection
+    owner.wait("down")
+    link.close(5)
+    assert not link._thread.is_alive()
+    wait_until(lambda: not ask(running_node.places, "status")["engines"], "it is still known")
+
+
 def test_close_again_and_send_afterwards_do_nothing(
     running_node: NodeProcess, make_link: MakeLink
 ) -> None:

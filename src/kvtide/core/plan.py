@@ -33,6 +33,13 @@ OUTCOMES = (PLANNED, HELD, *DropReason)
 """What may become of a block; in a plan's marks a block's outcome is its place here, plus one."""
 
 
+_NONE = b"\0"
+
+
+def _mark(outcome: str) -> bytes:
+    return bytes([OUTCOMES.index(outcome) + 1])
+
+
 def usable_blocks(matched_blocks: int, token_count: int, block_tokens: int) -> int:
     """How many matched blocks a request may take: one token at least is left to compute."""
     return max(0, min(matched_blocks, (token_count - 1) // block_tokens))
@@ -110,8 +117,8 @@ class StorePlan:
 
     @property
     def is_waiting(self) -> bool:
-        """Something is asked for, or granted and not planned."""
-        return bool(self.granted) or self.is_asking
+        """Something is asked for, to be asked for again, or granted and not planned."""
+        return bool(self.granted) or self.is_asking or self._passing is not None
 
     def withdraw(self) -> None:
         """The question was not sent, or nobody waits for its answer any more."""
@@ -144,6 +151,8 @@ class StorePlan:
             if blocks > 0 and tail > self._tail_end_block and whole_end >= self.next_chunk:
                 parts.append((whole_end, blocks))
         if not parts:
+            if with_tail:
+                self._passing = None  # nothing is left to wait for
             return None
         keys, digests = [], []
         for chunk, blocks in parts:
@@ -162,8 +171,6 @@ class StorePlan:
         self._in_flight_chunk = None
         first_block = chunk * self.chain.blocks_per_chunk
         self.next_chunk, self._tail_end_block = chunk, first_block
-        in_flight = bytes([OUTCOMES.index(DropReason.IN_FLIGHT) + 1])
-        self._marks[first_block:] = self._marks[first_block:].replace(in_flight, b"\0")
 
     def answered(self, answer: StoreAnswer, now_ms: int) -> bool:
         """Take the node's answer in; False where it comes too late, and its grants go back."""
@@ -185,11 +192,11 @@ class StorePlan:
                 self._passing = DropReason(outcome)
                 self._retry_at_ms = now_ms + RETRY_MS
                 return
+            self._passing = None
             first_block = chunk * self.chain.blocks_per_chunk
             if not outcome:
                 grant, run = next(grants)
                 self.granted.append(Granted(grant, answer.connections, run, first_block))
-                self._passing = None
             else:
                 self.mark(first_block, first_block + blocks, outcome)
                 if outcome == DropReason.IN_FLIGHT and self._in_flight_chunk is None:
@@ -211,6 +218,14 @@ class StorePlan:
             due.append(self.granted.popleft())
         return due
 
+    def not_held(self, from_block: int) -> None:
+        """A load of these blocks failed: what the node was believed to hold is offered again."""
+        chunk = from_block // self.chain.blocks_per_chunk
+        self.next_chunk = min(self.next_chunk, chunk)
+        first_block = chunk * self.chain.blocks_per_chunk
+        self._tail_end_block = min(self._tail_end_block, first_block)
+        self._marks[first_block:] = self._marks[first_block:].replace(_mark(HELD), _NONE)
+
     def take_back(self, from_block: int = 0) -> list[int]:
         """The grants to return of blocks behind this one; they are asked for again when due."""
         grants = []
@@ -226,6 +241,7 @@ class StorePlan:
         """Another connection: grants are to be returned, and nothing is known of what is held."""
         grants = self.take_back()
         self.withdraw()
+        self._in_flight_chunk = None
         self.next_chunk = 0
         self._tail_end_block = 0
         self._retry_at_ms = 0
@@ -234,19 +250,19 @@ class StorePlan:
     # ---- accounts
 
     def mark(self, first_block: int, end_block: int, outcome: str) -> None:
-        """What became of these blocks; each keeps its first outcome."""
+        """What became of these blocks; each keeps its first outcome, but for in flight.
+
+        That is none yet: whoever was storing them may fail, and then they are stored here.
+        """
         missing = end_block - len(self._marks)
         self._marks.extend(bytes(max(0, missing)))
-        code = bytes([OUTCOMES.index(outcome) + 1])
-        self._marks[first_block:end_block] = self._marks[first_block:end_block].replace(
-            b"\0", code
-        )
+        marks = self._marks[first_block:end_block].replace(_mark(DropReason.IN_FLIGHT), _NONE)
+        self._marks[first_block:end_block] = marks.replace(_NONE, _mark(outcome))
 
     def outcomes(self, end_block: int, otherwise: DropReason) -> dict[str, int]:
         """How many of the blocks before this one came to what; `otherwise` where nothing did."""
-        self.mark(0, end_block, self._passing or otherwise)
-        counts = {
-            str(outcome): self._marks.count(code, 0, end_block)
-            for code, outcome in enumerate(OUTCOMES, 1)
-        }
+        missing = end_block - len(self._marks)
+        marks = self._marks[:end_block] + bytes(max(0, missing))
+        marks = marks.replace(_NONE, _mark(self._passing or otherwise))
+        counts = {str(outcome): marks.count(_mark(outcome)) for outcome in OUTCOMES}
         return {outcome: count for outcome, count in counts.items() if count}

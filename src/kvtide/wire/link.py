@@ -54,6 +54,8 @@ DEATH_WAIT_S = 0.05
 """The kernel closes a dying process's sockets a moment before its pidfd tells."""
 ENDING_S_MAX = 10.0
 """T_stop: a node that has closed its connections is dead by then, or hangs."""
+FAREWELL_S_MAX = 2.0
+"""How long an ending link tries to get its good-bye through to a node that lives."""
 BREAKER_S_FIRST, BREAKER_S_MAX = 1.0, 30.0
 
 
@@ -103,6 +105,8 @@ class Link:
         self._sock: socket.socket | None = None
         self._is_up = False
         self._stop = threading.Event()
+        self._owes_bye = False
+        """The node knows of us, and has not been told good-bye."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._node_pidfd = -1
@@ -149,8 +153,11 @@ class Link:
         self._silent_questions += 1
 
     def close(self, timeout_s: float) -> None:
-        """Say good-bye and end the thread; calling it again does nothing."""
-        self.send(Bye())
+        """Say good-bye and end the thread; calling it again does nothing.
+
+        The thread sees to it that the good-bye arrives, if that takes longer than `timeout_s`: the
+        process may live on, and what it was lent must not stay lent.
+        """
         self._stop.set()
         with self._lock:
             self._wake()
@@ -193,6 +200,7 @@ class Link:
                 self._call(self._owner.on_absent)
             self._stop.wait(retry_s)
             retry_s = min(retry_s * 2, RETRY_S_MAX)
+        self._call(self._say_farewell)
         self._forget_node()
 
     def _session(self) -> str:
@@ -223,7 +231,7 @@ class Link:
             logger.exception("kvtide: the connection to the node is given up, and made anew")
         finally:
             self._end(sock, reader)
-            if was_up:
+            if was_up and self._owes_bye:
                 self._ended()
         return "up" if was_up else "lost"
 
@@ -234,7 +242,9 @@ class Link:
         except Exception:
             logger.exception("kvtide: %s failed; the engine goes on", callback.__name__)
 
-    def _greet(self, sock: socket.socket, reader: FrameReader) -> Welcome | Refused | None:
+    def _greet(
+        self, sock: socket.socket, reader: FrameReader, *, is_farewell: bool = False
+    ) -> Welcome | Refused | None:
         own_pidfd = os.pidfd_open(os.getpid())
         try:
             hello = memoryview(encode(self._owner.hello(), 1))
@@ -246,8 +256,10 @@ class Link:
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         poll.register(sock, select.POLLIN)
-        deadline = time.monotonic() + GREETING_S_MAX
-        while (left_s := deadline - time.monotonic()) > 0 and not self._stop.is_set():
+        deadline_s = time.monotonic() + (FAREWELL_S_MAX if is_farewell else GREETING_S_MAX)
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            if self._stop.is_set() and not is_farewell:
+                break
             if sock.fileno() not in dict(poll.poll(left_s * 1000)):
                 self._clear_wake()
                 continue
@@ -268,6 +280,7 @@ class Link:
         self._heard()
         self.stopped_on_purpose = False
         sock.setblocking(False)
+        self._owes_bye = True
         with self._lock:
             self._sock = sock
             self._is_up = True
@@ -281,7 +294,10 @@ class Link:
         if self._node_pidfd >= 0:
             poll.register(self._node_pidfd, select.POLLIN)
         next_ping = next_pulse = time.monotonic() + HEARTBEAT_S
-        while not self._stop.is_set():
+        while True:
+            if self._stop.is_set():
+                self._flush_bye(sock)
+                return
             with self._lock:
                 wants_out = bool(self._outbox)
             poll.register(sock, select.POLLIN | (select.POLLOUT if wants_out else 0))
@@ -306,6 +322,38 @@ class Link:
             if time.monotonic() >= next_pulse:
                 next_pulse = time.monotonic() + HEARTBEAT_S
                 self._owner.on_pulse()
+
+    def _say_farewell(self) -> None:
+        """Where the connection was gone when the link was closed, come once more to say good-bye.
+
+        Nothing is owed to a node that is dead, or that never answered.
+        """
+        if not self._owes_bye or self._node_pidfd < 0 or self._is_node_dead(0):
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(FAREWELL_S_MAX)
+            reader = FrameReader()
+            try:
+                sock.connect(self._path)
+                if isinstance(self._greet(sock, reader, is_farewell=True), Welcome):
+                    self._flush_bye(sock)
+            except (OSError, WireError) as error:
+                logger.debug("kvtide: the node was not told good-bye: %s", error)
+            finally:
+                self._end(sock, reader)
+
+    def _flush_bye(self, sock: socket.socket) -> None:
+        """Good-bye, behind everything that is still to be sent."""
+        self.send(Bye())
+        poll = select.poll()
+        poll.register(sock, select.POLLOUT)
+        deadline_s = time.monotonic() + FAREWELL_S_MAX
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            with self._lock:
+                if not self._flush():
+                    self._owes_bye = False
+                    return
+            poll.poll(left_s * 1000)
 
     def _clear_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):

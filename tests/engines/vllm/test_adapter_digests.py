@@ -10,6 +10,9 @@ from kvtide.engines.vllm.file_digests import FileDigests
 from kvtide.engines.vllm.weights import AdapterDigests
 from tests.engines.vllm.checkpoints import WAIT_S, HeldReads
 
+ANY_AGE_NS = 1 << 62
+"""Files may be as young as they like."""
+
 
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
@@ -22,7 +25,7 @@ def adapter(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def adapters(digests: FileDigests) -> Iterator[AdapterDigests]:
-    adapters = AdapterDigests(digests)
+    adapters = AdapterDigests(digests, ANY_AGE_NS)
     yield adapters
     adapters.close()
 
@@ -38,7 +41,7 @@ def adapter_digest(adapters: AdapterDigests, path: Path) -> bytes:
 def test_an_adapter_is_unknown_until_it_was_read_in_the_background(
     adapter: Path, held: HeldReads
 ) -> None:
-    adapters = AdapterDigests(held)
+    adapters = AdapterDigests(held, ANY_AGE_NS)
     assert adapters.digest(str(adapter)) is None
     assert held.began.wait(WAIT_S)
     assert adapters.digest(str(adapter)) is None
@@ -69,6 +72,23 @@ def test_every_byte_of_an_adapter_counts(
     content[-2] ^= 1
     (other / name).write_bytes(content)
     assert adapter_digest(adapters, other) != adapter_digest(adapters, adapter)
+
+
+def test_an_adapter_written_after_the_engines_start_is_never_known(
+    adapter: Path, tmp_path: Path, digests: FileDigests
+) -> None:
+    """The engine may hold older bytes; but a blob of a hub's cache is what its name says."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    for number, path in enumerate(sorted(adapter.iterdir())):
+        (blobs / f"{number:040x}").write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(blobs / f"{number:040x}")
+    adapters = AdapterDigests(digests, min(p.stat().st_ctime_ns for p in adapter.iterdir()) - 1)
+    assert adapters.digest(str(adapter)) is None
+    assert len(adapter_digest(adapters, snapshot)) == 32  # read in turn, so the other was read too
+    assert adapters.digest(str(adapter)) is None
+    adapters.close()
 
 
 def test_an_adapter_changed_in_place_is_never_known_again(

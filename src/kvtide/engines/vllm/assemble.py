@@ -54,9 +54,10 @@ def build_scheduler(
         drops_last_block=_drops_last_block(vllm_config),
         off=off,
     )
-    session = EngineSession(identity, config, open_directory(config.runtime_dir))
+    session = EngineSession(identity, config, open_directory(config.runtime_dir), clock)
     session.start()
-    return SchedulerSide(identity, config.engine, session, AdapterDigests(digests), clock)
+    adapters = AdapterDigests(digests, process_began_ns())
+    return SchedulerSide(identity, config.engine, session, adapters, clock)
 
 
 def _off(vllm_config: Any, kv_cache_config: Any, config: Config) -> Off | None:

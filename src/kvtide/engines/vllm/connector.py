@@ -5,6 +5,7 @@ off in this process; the engine gets the answer that a connector without content
 hook may return, and when it is called, is vLLM's contract (KVConnectorBase_V1 of vLLM 0.32).
 """
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
@@ -52,9 +53,11 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = settings.read(transfer.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        """Each, once there, stays: loads may run, and must be reported, after we are off."""
         self._asked_local_tokens = 0
         self._orphans: list[LoadJob] = []
         self._is_off = not self._config.engine.enabled
+        self._owes_off_plan = False
         # A lost chunk must cost a recomputation, not the request. vLLM's scheduler reads this once
         # it has built us; inside MultiConnector it reads that one's, which the user has to set.
         transfer.kv_load_failure_policy = "recompute"
@@ -78,11 +81,27 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             return hook()
         except Exception:
-            self._is_off = True
             logger.exception("kvtide off: an error of its own; the engine serves uncached")
-            for side in (self._scheduler, self._worker):
-                if side is not None:
+            self._turn_off()
+            return otherwise
+
+    def _turn_off(self) -> None:
+        """Let go of everything; the workers are told with the next plan."""
+        self._is_off = True
+        self._owes_off_plan = self._scheduler is not None
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                with contextlib.suppress(Exception):
                     side.close(0.0)
+
+    def _always(self, hook: Callable[[], Answer], otherwise: Other) -> Answer | Other:
+        """For what must be done also once we are off: loads may still run, caches be reset."""
+        try:
+            return hook()
+        except Exception:
+            logger.exception("kvtide off: an error of its own; the engine serves uncached")
+            if not self._is_off:
+                self._turn_off()
             return otherwise
 
     # ---- what kind of connector this is
@@ -127,8 +146,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         if worker is None or not isinstance(plan, StepPlan):
             return
         if plan.is_off and not self._is_off:
-            self._is_off = True
-            worker.close(0.0)
+            self._turn_off()
         self._guarded(lambda: worker.handle_preemptions(plan), None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -220,6 +238,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         plan = self._guarded(lambda: scheduler.build_plan(scheduler_output), None)
         if plan is None:
             plan = StepPlan(loads=scheduler.take_new_loads(), is_off=True)
+            self._owes_off_plan = False
         plan.loads += self._orphans
         self._orphans = []
         return plan
@@ -233,9 +252,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         ended = connector_output.finished_recving or set()
         failed = connector_output.invalid_block_ids or set()
         if isinstance(counts, WorkerCounts):
-            scheduler.worker_counts(counts.counts)
+            self._guarded(lambda: scheduler.worker_counts(counts.counts), None)
         if ended or failed:
-            held_back = self._guarded(lambda: scheduler.loads_ended(ended, failed), set())
+            held_back = self._always(lambda: scheduler.loads_ended(ended, failed), set[str]())
             ended.difference_update(held_back)
 
     def request_finished(
@@ -256,20 +275,24 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping while blocks of ended requests are to be copied."""
         scheduler = self._scheduler
-        return scheduler is not None and self._guarded(lambda: scheduler.has_work, False)
+        if scheduler is None:
+            return False
+        return self._guarded(lambda: scheduler.has_work, False) or self._owes_off_plan
 
     def reset_cache(self) -> bool:
         """Nothing that was stored before can be reached from now on. Never fails."""
         scheduler = self._scheduler
         if scheduler is not None:
+            self._always(scheduler.void_loads, None)
             self._guarded(scheduler.reset_cache, None)
         return True
 
     def get_kv_connector_stats(self) -> KVTideStats | None:
         """Counters for vLLM's own log and metrics; the scheduler has those of the workers too."""
-        if self._scheduler is None:
+        scheduler = self._scheduler
+        if scheduler is None:
             return None
-        counts = self._scheduler.take_stats()
+        counts = self._guarded(scheduler.take_stats, None)
         return KVTideStats(data=counts) if counts else None
 
     # ---- both

@@ -26,7 +26,8 @@ ANSWER_MS_MAX = 250
 PENDING_MS_MAX = 2_000
 """T_load: so long a promised answer may take."""
 FRESH_MS_MAX = LEASE_MS * 3 // 4
-"""An older match is asked for again: its lease is about to end."""
+"""An older match is asked for again, once: its lease is about to end. A second one is used all the
+same, since steps may be longer than leases; generations tell whether it still holds."""
 
 
 class Lookups:
@@ -62,7 +63,9 @@ class Lookups:
         chain, root = tracker.chain, tracker.root
         assert chain is not None
         assert root is not None
+        tracker.not_asked = None
         if not self._link.is_usable or not self._register(root):
+            tracker.not_asked = MissReason.NODE_GONE
             return
         chain.extend(tracker.request.all_token_ids)
         most = _usable(tracker)
@@ -126,7 +129,7 @@ class Lookups:
         if tracker is not None and tracker.question is not None:
             tracker.question.is_pending = True
 
-    def matched(self, match: m.Match) -> None:
+    def matched(self, match: m.Match, arrived_ms: int) -> None:
         """An answer; the chunk where it ends may be worth a second question."""
         tracker = self._questions.pop(match.number, None)
         question = tracker.question if tracker is not None else None
@@ -143,21 +146,22 @@ class Lookups:
             return
         else:
             question.match = match
-        question.answered_ms = self._clock.now_ms()
+        question.answered_ms = arrived_ms
 
     def match_of(self, tracker: Tracker) -> m.Match | None:
         """The match in force; where there is none, and no question either, there will be none."""
         question = tracker.question
         if question is not None and question.match is not None:
-            if self._clock.now_ms() - question.answered_ms < FRESH_MS_MAX:
+            is_fresh = self._clock.now_ms() - question.answered_ms < FRESH_MS_MAX
+            if is_fresh or tracker.is_asked_again:
                 return question.match
+            tracker.is_asked_again = True
             self.drop(tracker)
             question = None
         if question is None:
             self.ask(tracker)
             question = tracker.question
         if question is None:
-            tracker.no_load = MissReason.NODE_GONE
             return None
         self._wait_for(question)
         if question.match is None:

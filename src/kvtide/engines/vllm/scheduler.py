@@ -133,14 +133,14 @@ class SchedulerSide:
         """Take in what the node has said; a new session voids what was asked before."""
         if self._link.session is not self._session:
             self._session_changed(self._link.session)
-        for answer in self._link.take_answers(wait_s):
+        for answer, arrived_ms in self._link.take_answers(wait_s):
             match answer:
                 case m.StoreAnswer():
                     self._stores.answered(answer)
                 case m.Pending(number):
                     self._lookups.pending(number)
                 case m.Match():
-                    self._lookups.matched(answer)
+                    self._lookups.matched(answer, arrived_ms)
 
     def _session_changed(self, session: Session | None) -> None:
         self._session = session
@@ -235,6 +235,7 @@ class SchedulerSide:
             return
         tracker.preemptions = preemptions
         storable_tokens, tracker.storable_tokens = tracker.storable_tokens, 0
+        tracker.unverified_tokens = 0
         tracker.prefill_end_block = 0
         if tracker.store is not None:
             self._stores.left(tracker, storable_tokens, tracker.blocks, has_ended=False)
@@ -263,15 +264,20 @@ class SchedulerSide:
                 continue
             request = tracker.request
             start = request.num_computed_tokens
-            if not tracker.is_counted or request_id in cached.resumed_req_ids:
+            is_admitted = not tracker.is_counted or request_id in cached.resumed_req_ids
+            if is_admitted:
                 self._count_tokens(tracker, start)
+            has_loads = is_admitted and scheduler_output.has_sync_kv_loads
+            if not tracker.is_verified(token_count, has_sync_loads=has_loads):
+                continue
+            end = start + token_count - len(drafts.get(request_id, ()))
+            tracker.storable_tokens = min(end, request.num_tokens)
             if tracker.store is not None:
-                end = start + token_count - len(drafts.get(request_id, ()))
-                self._stores.computed(tracker, min(end, request.num_tokens))
+                self._stores.computed(tracker)
         plan = StepPlan(has_forward=scheduler_output.total_num_scheduled_tokens > 0)
         self._stores.plan(plan)
-        plan.loads = self.take_new_loads()
         self._count()
+        plan.loads = self.take_new_loads()  # last: what fails before must not lose them
         return plan
 
     def take_new_loads(self) -> list[LoadJob]:
@@ -311,7 +317,8 @@ class SchedulerSide:
         tokens = request.num_prompt_tokens
         usable = usable_blocks(tokens // block_tokens, tokens, block_tokens) * block_tokens
         if computed_tokens < usable and (tracker.no_load is not None or not external):
-            self.counters.add(f"miss.{tracker.no_load or MissReason.ABSENT}")
+            reason = tracker.no_load or tracker.not_asked or MissReason.ABSENT
+            self.counters.add(f"miss.{reason}")
 
     # ---- loads end
 
@@ -353,6 +360,8 @@ class SchedulerSide:
         self.counters.observe_s("retrieve", time.monotonic() - tracker.arrived_s)
         if verified < len(load.block_ids):
             tracker.no_load = tracker.no_load or MissReason.LOAD_FAILED
+            if tracker.store is not None:
+                tracker.store.not_held(load.first_block + verified)
 
     # ---- requests go
 
@@ -364,10 +373,12 @@ class SchedulerSide:
             return
         self._lookups.drop(tracker)
         self._note_preemption(tracker)
-        computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
-        storable = min(computed, request.num_tokens)
-        if tracker.load is not None or tracker.chain is None:
+        if tracker.chain is None:
             return
+        storable = 0
+        if tracker.storable_tokens:  # else nothing of it has been computed: blocks may be empty
+            computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+            storable = min(computed, request.num_tokens)
         if tracker.store is not None:
             self._stores.left(tracker, storable, block_ids, has_ended=True)
         elif not self._identity.may_store:
@@ -381,15 +392,20 @@ class SchedulerSide:
     def reset_cache(self) -> None:
         """A fresh epoch: nothing stored before can be reached again. Needs no node."""
         self._epoch = secrets.token_bytes(EPOCH_BYTES)
+        self.void_loads()
         self._stores.reset(self._trackers.values())
-        for load in self._loads.values():
-            load.is_void = True
         for tracker in self._trackers.values():
             tracker.no_load = MissReason.RESET
             tracker.chain = tracker.root = None
             self._lookups.drop(tracker)
 
+    def void_loads(self) -> None:
+        """Whatever is being loaded must not be used: it is reported as failed."""
+        for load in self._loads.values():
+            load.is_void = True
+
     def close(self, timeout_s: float) -> None:
         """End in bounded time."""
         self._count()
+        self._adapters.close(timeout_s / 4)
         self._link.close(timeout_s)

@@ -10,6 +10,7 @@ Ownership
     session, off          written by the link's thread, read by the scheduler's; whole objects
     answers               link's thread appends, the scheduler's takes, under `_arrived`
     counters to send      the scheduler's thread adds (`count`), the link's takes, under `_arrived`
+    grants to return      either thread, under `_arrived`
 """
 
 import logging
@@ -25,6 +26,7 @@ from typing import Any
 import msgspec
 
 import kvtide
+from kvtide.clock import Clock
 from kvtide.config import Config
 from kvtide.core import messages as m
 from kvtide.core.keys import FORMAT_VERSION, FieldValue, encode, fingerprint
@@ -38,6 +40,8 @@ from kvtide.wire.places import Places
 
 logger = logging.getLogger("vllm.kvtide")
 
+Answer = m.Match | m.Pending | m.StoreAnswer
+
 EQUAL_IN_ALL_RANKS = ("worker.device", "worker.isa")
 """Facts that no parallelism makes different; the others are equal in the ranks of one shard."""
 FAILED_LOADS = {
@@ -45,6 +49,9 @@ FAILED_LOADS = {
     "fail": "failed loads END their requests (set MultiConnector's kv_load_failure_policy to "
     "recompute)",
 }
+RETURNS_MAX = 4096
+"""Grants returned last, which are returned again on a new connection: the old one may have lost
+them. More than a socket's buffers hold need not be remembered."""
 KNOWN_S_MAX = 0.1
 """How long an engine's start waits for the digest of weights that were read before: what is not
 known when the node asks first is said a second later."""
@@ -86,15 +93,20 @@ class EngineIdentity:
 class EngineSession:
     """Keeps an engine known to the node."""
 
-    def __init__(self, identity: EngineIdentity, config: Config, places: Places) -> None:
+    def __init__(
+        self, identity: EngineIdentity, config: Config, places: Places, clock: Clock
+    ) -> None:
+        self._clock = clock
         self._identity = identity
         self._config = config
         self._places = places
         self._incarnation = secrets.token_bytes(16)
         self._starter = NodeStarter(config.runtime_dir, config.node_environment)
         self._arrived = threading.Condition()
-        self._answers: deque[m.Match | m.Pending | m.StoreAnswer] = deque()
+        self._answers: deque[tuple[Answer, int]] = deque()
         self._abandoned: set[int] = set()
+        self._returned: list[int] = []
+        self._returned_last: deque[int] = deque(maxlen=RETURNS_MAX)
         self._counts: dict[str, int] = {}
         self._facts: m.Workers | None = None
         self._welcome: m.Welcome | None = None
@@ -128,14 +140,17 @@ class EngineSession:
         """Send without waiting; False where it cannot be sent."""
         return self._link.send(message)
 
-    def take_answers(self, wait_s: float = 0.0) -> list[m.Match | m.Pending | m.StoreAnswer]:
-        """What the node has answered; waits at most so long for the first."""
+    def take_answers(self, wait_s: float = 0.0) -> list[tuple[Answer, int]]:
+        """What the node has answered, with the time (ms) when it came.
+
+        Waits at most so long for the first.
+        """
         with self._arrived:
             if wait_s > 0 and not self._answers:
                 self._arrived.wait(wait_s)
             answers = list(self._answers)
             self._answers.clear()
-            for answer in answers:
+            for answer, _ in answers:
                 if isinstance(answer, m.StoreAnswer):
                     self.last_grant = max(self.last_grant, *answer.grants, 0)
         return answers
@@ -146,12 +161,34 @@ class EngineSession:
         The engine may take no step for a long time, so the link's thread sees to it.
         """
         with self._arrived:
-            early = [answer for answer in self._answers if answer.number == number]
-            self._answers = deque(a for a in self._answers if a.number != number)
+            early = [answer for answer, _ in self._answers if answer.number == number]
+            self._answers = deque(one for one in self._answers if one[0].number != number)
             if all(isinstance(answer, m.Pending) for answer in early):
                 self._abandoned.add(number)
         for answer in early:
             self._give_back(answer)
+
+    def return_grants(self, grants: list[int]) -> None:
+        """These were never planned: they go back, at once or as soon as there is a connection.
+
+        The engine may take no step for a long time, so nothing here waits for one.
+        """
+        if grants:
+            with self._arrived:
+                self._returned += grants
+            self._send_returned()
+
+    def _send_returned(self) -> None:
+        with self._arrived:
+            grants, self._returned = self._returned, []
+        if not grants:
+            return
+        is_sent = self._link.send(m.GrantReturn(grants))
+        with self._arrived:
+            if is_sent:
+                self._returned_last.extend(grants)
+            else:
+                self._returned = grants + self._returned
 
     def note_silence(self) -> None:
         """A question was not answered in time."""
@@ -201,6 +238,10 @@ class EngineSession:
         self._facts = None
         self._sent = None
         self._said_digests = None
+        with self._arrived:
+            self._returned += self._returned_last
+            self._returned_last.clear()
+        self._send_returned()
         self._warn_of_settings(welcome)
         if self._identity.off is not None:
             self._link.send(self._message(b"", b"", {}, [], self._identity.off))
@@ -228,21 +269,21 @@ class EngineSession:
             case m.Serving(off_reason, off_detail):
                 self._serving(off_reason, off_detail)
 
-    def _answered(self, answer: m.Match | m.Pending | m.StoreAnswer) -> None:
+    def _answered(self, answer: Answer) -> None:
         with self._arrived:
             is_late = answer.number in self._abandoned
             if not is_late:
-                self._answers.append(answer)
+                self._answers.append((answer, self._clock.now_ms()))
                 self._arrived.notify_all()
             elif not isinstance(answer, m.Pending):
                 self._abandoned.discard(answer.number)
         if is_late:
             self._give_back(answer)
 
-    def _give_back(self, answer: m.Match | m.Pending | m.StoreAnswer) -> None:
+    def _give_back(self, answer: Answer) -> None:
         match answer:
             case m.StoreAnswer() if answer.grants:
-                self._link.send(m.GrantReturn(answer.grants))
+                self.return_grants(answer.grants)
             case m.Match() if answer.lease:
                 self._link.send(m.LeaseRelease(answer.lease))
 
@@ -277,6 +318,7 @@ class EngineSession:
     def on_pulse(self) -> None:
         """Once a second: counts, and what the weights' digest has come to."""
         self._send_counts()
+        self._send_returned()
         self._identify()
 
     def _send_counts(self) -> None:

@@ -10,7 +10,6 @@ every block given out is noted with its step, so a block is intact exactly if it
 after that step, or only in this very step, whose forward is still to come.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +28,6 @@ ANSWER_MS_MAX = 250
 """How long an ended request waits for a grant."""
 AHEAD_STEPS = 2
 """Grants are asked for at most so many step budgets ahead of what is computed."""
-RETURNS_MAX = 4096
-"""Grants returned last, which are returned again on a new connection: the old one may have lost
-them. More than a socket's buffers hold need not be remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +35,7 @@ class _Left:
     """The stores of a request whose blocks are its own no more.
 
     Attributes:
+        root: what makes its chain's root known to a node.
         blocks: those it had, in order.
         last_step: the last step in which they were its own.
         storable_tokens: what was known and computed by then.
@@ -47,6 +44,7 @@ class _Left:
     """
 
     store: StorePlan
+    root: m.RegisterRoot
     blocks: list[int]
     last_step: int
     storable_tokens: int
@@ -86,8 +84,6 @@ class Stores:
         self._left: list[_Left] = []
         self._due: list[StoreJob] = []
         self._rescues: list[StoreJob] = []
-        self._returned: list[int] = []
-        self._returned_last: deque[int] = deque(maxlen=RETURNS_MAX)
 
     def bind(self, kv_cache_manager: Any) -> None:
         """The engine's cache manager."""
@@ -95,8 +91,8 @@ class Stores:
 
     @property
     def has_work(self) -> bool:
-        """Copies of requests that are gone are still to be planned, or grants to be returned."""
-        return bool(self._left) or (bool(self._returned) and self._link.is_usable)
+        """Copies of requests that are gone are still to be planned."""
+        return bool(self._left)
 
     # ---- what happens to requests
 
@@ -111,11 +107,10 @@ class Stores:
         """Blocks are allocated: ask for what the prompt will need next."""
         self._ask_ahead(tracker, self._horizon(tracker, tracker.request.num_computed_tokens))
 
-    def computed(self, tracker: Tracker, storable_tokens: int) -> None:
-        """The request is scheduled; by the end of the step so many tokens can be stored."""
-        store, request = tracker.store, tracker.request
+    def computed(self, tracker: Tracker) -> None:
+        """The request is scheduled: by the end of the step more of its tokens can be stored."""
+        store, request, storable_tokens = tracker.store, tracker.request, tracker.storable_tokens
         assert store is not None
-        tracker.storable_tokens = storable_tokens
         if not tracker.prefill_end_block and storable_tokens >= request.num_prompt_tokens:
             tracker.prefill_end_block = storable_tokens // self._identity.block_tokens
         self._plan_owned(tracker, store)
@@ -136,12 +131,14 @@ class Stores:
         self, tracker: Tracker, storable_tokens: int, block_ids: list[int], *, has_ended: bool
     ) -> None:
         """Its blocks are free: what it computed is offered a last time, tail included."""
-        store = tracker.store
+        store, root = tracker.store, tracker.root
         assert store is not None
+        assert root is not None
         tracker.store = None
         store.chain.extend(tracker.request.all_token_ids)
         left = _Left(
             store,
+            root,
             block_ids,
             self._step - 1,
             storable_tokens,
@@ -164,21 +161,22 @@ class Stores:
             return
         if store.chain.token_count < min(horizon_tokens, tracker.request.num_tokens):
             store.chain.extend(tracker.request.all_token_ids)
-        if self._register(root):
-            self._ask(store, horizon_tokens, with_tail=with_tail)
+        self._ask(store, root, horizon_tokens, with_tail=with_tail)
 
     def _ask_last(self, left: _Left) -> None:
         """Return what is granted behind the last storable block, ask for what is missing."""
-        self._returned += left.store.take_back(left.end_block)
+        self._link.return_grants(left.store.take_back(left.end_block))
         if not left.store.is_asking and self._link.is_usable:
-            self._ask(left.store, left.storable_tokens, with_tail=True)
+            self._ask(left.store, left.root, left.storable_tokens, with_tail=True)
 
-    def _ask(self, store: StorePlan, horizon_tokens: int, *, with_tail: bool) -> None:
+    def _ask(
+        self, store: StorePlan, root: m.RegisterRoot, horizon_tokens: int, *, with_tail: bool
+    ) -> None:
         number, now_ms = self._number(), self._clock.now_ms()
         offer = store.offer(number, horizon_tokens, with_tail=with_tail, now_ms=now_ms)
         if offer is None:
             return
-        if self._link.send(offer):
+        if self._register(root) and self._link.send(offer):
             self._asking[number] = store
         else:
             store.withdraw()
@@ -187,19 +185,17 @@ class Stores:
         """The node has granted or dropped."""
         store = self._asking.pop(answer.number, None)
         if store is None or not store.answered(answer, self._clock.now_ms()):
-            self._returned += answer.grants
+            self._link.return_grants(answer.grants)
 
     def session_changed(self, living: Iterable[Tracker]) -> None:
         """Another session: questions are void, and so are grants.
 
-        Those go back in the next step that finds a node; one that never gave them ignores them.
+        Those go back, and a node that never gave them ignores them.
         """
-        self._returned += self._returned_last
-        self._returned_last.clear()
         self._asking.clear()
         for tracker in living:
             if tracker.store is not None:
-                self._returned += tracker.store.forget()
+                self._link.return_grants(tracker.store.forget())
         self._finish_all()
 
     def reset(self, living: Iterable[Tracker]) -> None:
@@ -210,7 +206,6 @@ class Stores:
                 self._account(tracker.store, tracker.storable_tokens)
                 tracker.store = None
         self._finish_all()
-        self._send_returned()
 
     def _finish_all(self) -> None:
         for left in list(self._left):
@@ -234,7 +229,7 @@ class Stores:
             if all(self._is_intact(block_id, left.last_step) for block_id in job.block_ids):
                 self._rescues.append(job)
             else:
-                self._returned.append(granted.grant)
+                self._link.return_grants([granted.grant])
                 outcome = DropReason.SOURCE_GONE
             left.store.mark(granted.first_block, granted.end_block, outcome)
 
@@ -247,7 +242,6 @@ class Stores:
             self._plan_left(left)
         plan.stores, self._due = self._due, []
         plan.rescues, self._rescues = self._rescues, []
-        self._send_returned()
         for block_id in self._giving:
             self._given[block_id] = self._step
         self._giving.clear()
@@ -259,11 +253,6 @@ class Stores:
         is_late = self._clock.now_ms() - left.left_ms >= ANSWER_MS_MAX
         if is_late or not left.store.is_waiting or not self._link.is_usable:
             self._finish(left)
-
-    def _send_returned(self) -> None:
-        if self._returned and self._link.send(m.GrantReturn(self._returned)):
-            self._returned_last.extend(self._returned)
-            self._returned = []
 
     def left_alone(self, storable_tokens: int) -> None:
         """A request of an engine that only loads has ended."""
@@ -289,7 +278,7 @@ class Stores:
         if number is not None and self._asking.pop(number, None) is not None:
             self._link.abandon(number)
         store.withdraw()
-        self._returned += store.take_back()
+        self._link.return_grants(store.take_back())
 
     def _count_drop(self, reason: DropReason, blocks: int) -> None:
         self._counters.add(f"drop.{reason}", blocks)

@@ -77,13 +77,17 @@ class Tracker:
         chain: its keys; None where it is left alone.
         root: what makes the chain's root known to a node.
         no_load: why it is not looked up (any more); None while it may be.
+        not_asked: why it has no lookup at the moment; it may be asked for later.
         question: the lookup in force.
+        is_asked_again: its first match was too old when it could be used.
         local_tokens: tokens that the engine's own cache had at the last look.
         load: the load that runs.
         loaded_tokens: what its last load brought.
         is_counted: whether its prompt tokens were counted.
         store: None where nothing is stored (yet).
         storable_tokens: known and computed by the end of the last step.
+        unverified_tokens: scheduled since another connector's loads of this request began, whose
+            outcome is not known yet; 0 where there are none.
         prefill_end_block: whole blocks at the end of the prefill, whose tail is stored; 0 before.
         preemptions: how often it was preempted, as far as we have noticed.
         blocks: its block ids, for what is copied once they are its own no more.
@@ -94,16 +98,32 @@ class Tracker:
     chain: Chain | None = None
     root: m.RegisterRoot | None = None
     no_load: MissReason | None = None
+    not_asked: MissReason | None = None
     question: Question | None = None
+    is_asked_again: bool = False
     local_tokens: int = 0
     load: Load | None = None
     loaded_tokens: int = 0
     is_counted: bool = False
     store: StorePlan | None = None
     storable_tokens: int = 0
+    unverified_tokens: int = 0
     prefill_end_block: int = 0
     preemptions: int = 0
     blocks: list[int] = field(default_factory=list)
+
+    def is_verified(self, token_count: int, *, has_sync_loads: bool) -> bool:
+        """Whether what it has so far may be stored, as a step that computes so much is planned.
+
+        Within MultiConnector another connector may load during a step, and say only in its output
+        that it failed. Outputs come in order: fewer tokens in flight than were scheduled since
+        mean that it has come, and vLLM has taken back what failed.
+        """
+        if self.unverified_tokens and self.request.num_in_flight_tokens < self.unverified_tokens:
+            self.unverified_tokens = 0
+        if has_sync_loads or self.unverified_tokens:
+            self.unverified_tokens += token_count
+        return not self.unverified_tokens
 
 
 def refusal(request: Any, settings: EngineConfig) -> MissReason | None:

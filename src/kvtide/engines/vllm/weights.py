@@ -358,12 +358,16 @@ class WeightsDigest:
 
 def _claimed(path: Path) -> bytes | None:
     """The SHA-256 that the name of a Hugging Face blob promises: `../../blobs/<64 hex digits>`."""
+    name = _blob(path)
+    return bytes.fromhex(name) if name is not None and _BLOB_NAME.fullmatch(name) else None
+
+
+def _blob(path: Path) -> str | None:
+    """The name of the Hugging Face blob that this file of a snapshot stands for, if it does."""
     if not path.is_symlink():
         return None
     blob = path.resolve()
-    if blob.parent.name != "blobs" or not _BLOB_NAME.fullmatch(blob.name):
-        return None
-    return bytes.fromhex(blob.name)
+    return blob.name if blob.parent.name == "blobs" else None
 
 
 def _lies(file: _File) -> bool:
@@ -376,19 +380,23 @@ class _Adapter:
 
     files: tuple[Path, ...]
     identities: tuple[FileIdentity, ...]
+    distrusted: bool
     digest: bytes | None = None
-    distrusted: bool = False
 
 
 class AdapterDigests:
     """Digests of LoRA directories: config and weights by content, found in the background.
 
-    An adapter whose files change while the engine runs is never known again: the engine may hold
-    the old bytes or the new ones, and nothing tells which.
+    The engine loads an adapter before any request names it to us, and may load it anew in place.
+    So one whose files have changed since the engine's start is never known: the engine may hold
+    the old bytes or the new ones, and nothing tells which. Only blobs of a Hugging Face cache may
+    be younger: what their names stand for never changes.
     """
 
-    def __init__(self, digests: FileDigests) -> None:
+    def __init__(self, digests: FileDigests, unchanged_since_ns: int) -> None:
+        """`unchanged_since_ns`: the engine's start on the realtime clock, `process_began_ns()`."""
         self._digests = digests
+        self._unchanged_since_ns = unchanged_since_ns
         self._lock = threading.Lock()
         self._adapters: dict[str, _Adapter] = {}
         self._queue: queue.SimpleQueue[_Adapter | None] = queue.SimpleQueue()
@@ -410,11 +418,17 @@ class AdapterDigests:
             adapter = self._adapters.get(path)
             if adapter is None:
                 if files and len(self._adapters) < ADAPTERS_MAX and not self._stop.is_set():
-                    self._begin(path, _Adapter(files, identities))
+                    self._begin(path, _Adapter(files, identities, self._is_new(files, identities)))
                 return None
             if (adapter.files, adapter.identities) != (files, identities):
                 adapter.distrusted = True
             return None if adapter.distrusted else adapter.digest
+
+    def _is_new(self, files: tuple[Path, ...], identities: tuple[FileIdentity, ...]) -> bool:
+        return any(
+            identity.ctime_ns > self._unchanged_since_ns and _blob(file) is None
+            for file, identity in zip(files, identities, strict=True)
+        )
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Stop reading and join the thread."""

@@ -11,7 +11,7 @@ reported as failed and the engine computes them.
 Ownership
     grants held, connection number   under `_lock`: a hello, a copy's start and its answer exclude
                                      each other
-    loads running and ended          mover threads put, the main thread takes, through queues
+    pieces of loads, loads ended     through queues: main thread to mover threads, and back
     regions                          `MappedRegions`
 """
 
@@ -22,7 +22,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -41,22 +41,32 @@ from kvtide.wire.places import Places
 logger = logging.getLogger("vllm.kvtide")
 
 LOAD_S_MAX = 2.0
-"""T_load: a load that has not ended so long after its plan is given up."""
+"""T_load: a load that waits while no piece of any load ends for so long is given up."""
 IDLE_WAIT_S = 0.005
 """In a step without a forward, how long to wait for a running load instead of spinning."""
 LEAVE_S_MAX = 5.0
-SPLIT_BLOCKS_BYTES = 4 << 20
+MOVERS_MAX = 2
+SPLIT_BYTES = 4 << 20
 """A load of more than twice this is copied by two threads."""
 
 
 class _Load:
     """One load on its way; pieces count down."""
 
-    def __init__(self, job: LoadJob, pieces: int) -> None:
+    def __init__(self, job: LoadJob, piece_count: int) -> None:
         self.job = job
-        self.pieces = pieces
+        self.piece_count = piece_count
         self.failed: set[int] = set()
         self.started_s = time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Blocks of a load that one thread copies."""
+
+    load: _Load
+    block_ids: list[int]
+    runs: list[Run]
 
 
 class WorkerSide:
@@ -82,12 +92,15 @@ class WorkerSide:
         self._load_errors: set[int] = set()
         self.counters = Counters()
         self._processors = processors_of_process()
-        self._movers = ThreadPoolExecutor(
-            min(2, len(self._processors)),
-            thread_name_prefix="kvtide-mover",
-            initializer=use_processors,
-            initargs=(self._processors,),
-        )
+        self._pieces: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._progress_s = 0.0  # when a piece ended last
+        self._movers = [
+            threading.Thread(target=self._move, name=f"kvtide-mover-{number}", daemon=True)
+            for number in range(min(MOVERS_MAX, len(self._processors)))
+        ]
+        for mover_thread in self._movers:
+            mover_thread.start()
         self._regions = MappedRegions(self._region_open, self._region_failed, self._region_left)
         self._link = Link(places.socket, self, "kvtide-worker")
         self._link.start()
@@ -102,14 +115,14 @@ class WorkerSide:
         """Hand loads to the mover threads; each will be reported once, whatever happens."""
         self._plan = plan
         for job in plan.loads:
-            pieces = self._cut(job)
-            load = self._loads[job.request_id] = _Load(job, len(pieces))
-            for block_ids, runs in pieces:
-                try:
-                    self._movers.submit(self._load_piece, load, block_ids, runs)
-                except RuntimeError:  # closed already
+            parts = self._cut(job)
+            load = self._loads[job.request_id] = _Load(job, len(parts))
+            for block_ids, runs in parts:
+                if self._is_closed:
                     load.failed.update(block_ids)
                     self._ended.put(load)
+                else:
+                    self._pieces.put(_Piece(load, block_ids, runs))
 
     def wait_for_save(self, plan: StepPlan) -> None:
         """After the forward: copy this step's stores."""
@@ -124,8 +137,8 @@ class WorkerSide:
                 load = self._ended.get(timeout=wait_s) if wait_s else self._ended.get_nowait()
             except queue.Empty:
                 break
-            load.pieces -= 1
-            if load.pieces:
+            load.piece_count -= 1
+            if load.piece_count:
                 continue
             wait_s = 0.0
             del self._loads[load.job.request_id]
@@ -146,7 +159,7 @@ class WorkerSide:
     def _cut(self, job: LoadJob) -> list[tuple[list[int], list[Run]]]:
         """One piece, or two halves where the copy is worth two threads."""
         size_bytes = len(job.block_ids) * self._mover.payload_bytes
-        if size_bytes <= 2 * SPLIT_BLOCKS_BYTES or len(self._processors) < 2:
+        if size_bytes <= 2 * SPLIT_BYTES or len(self._processors) < 2:
             return [(job.block_ids, job.runs)]
         half = len(job.block_ids) // 2
         first: list[Run] = []
@@ -161,18 +174,22 @@ class WorkerSide:
             position += count
         return [(job.block_ids[:half], first), (job.block_ids[half:], second)]
 
-    def _load_piece(self, load: _Load, block_ids: list[int], runs: list[Run]) -> None:
-        """Copy, then verify; never raises, always reports."""
-        try:
-            failed = self._copy_in(load, block_ids, runs)
-        except Exception:
-            logger.exception("kvtide: a load failed; the engine computes its blocks")
-            failed = set(block_ids)
-        load.failed |= failed
-        self._ended.put(load)
+    def _move(self) -> None:
+        """Copy and verify one piece after the other; each is reported, whatever happens."""
+        use_processors(self._processors)
+        while (piece := self._pieces.get()) is not None:
+            try:
+                failed = self._copy_in(piece.load, piece.block_ids, piece.runs)
+            except Exception:
+                logger.exception("kvtide: a load failed; the engine computes its blocks")
+                failed = set(piece.block_ids)
+            self._progress_s = time.monotonic()
+            piece.load.failed |= failed
+            self._ended.put(piece.load)
 
     def _copy_in(self, load: _Load, block_ids: list[int], runs: list[Run]) -> set[int]:
-        if time.monotonic() - load.started_s > LOAD_S_MAX:
+        waited_s = time.monotonic() - max(load.started_s, self._progress_s)
+        if self._is_closed or waited_s > LOAD_S_MAX:
             return set(block_ids)
         with self._regions.using({run[0] for run in runs}) as regions:
             known, failed = _split(block_ids, runs, regions)
@@ -314,7 +331,9 @@ class WorkerSide:
         with self._lock:
             self._connection = None
         deadline_s = time.monotonic() + timeout_s
-        self._movers.shutdown(wait=False)  # what waits still fails and is reported
+        self._is_closed = True  # what waits still fails and is reported
+        for _ in self._movers:
+            self._pieces.put(None)
         self._link.close(timeout_s / 2)
         self._regions.close(max(0.0, deadline_s - time.monotonic()))
 

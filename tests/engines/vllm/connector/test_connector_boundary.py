@@ -3,7 +3,6 @@
 The engine goes on; loads that were planned already are still reported exactly once.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,20 +31,25 @@ SCHEDULER_CALLS = (
     "build_plan",
     "loads_ended",
     "request_finished",
+    "worker_counts",
+    "take_stats",
 )
 WORKER_CALLS = ("handle_preemptions", "wait_for_save")
 
 
 @pytest.fixture
-def alone(toys: Toys) -> Iterator[Toys]:
+def alone(toys: Toys) -> Toys:
     """The engine that is broken on purpose is not asked whether it is well.
 
-    What it had been granted stays lent until its process ends, so each has a node of its own.
+    But it has given everything back, though its process lives.
     """
-    toys.check = lambda: None  # type: ignore[method-assign]
-    yield toys
-    toys.close()
-    toys.node.serve()
+
+    def check() -> None:
+        until("the node is at rest", toys.node.is_at_rest)
+        toys.node.check()
+
+    toys.check = check  # type: ignore[method-assign]
+    return toys
 
 
 class Breaks:
@@ -159,6 +163,36 @@ def test_loads_that_run_when_caching_turns_off_are_reported(alone: Toys, role: s
         assert_right(engine.results[request_id], 1)
 
 
+def test_an_error_in_an_idle_engine_is_told_to_its_workers(alone: Toys) -> None:
+    """They hold grants and memory, and hear of it only with a step, which is asked for."""
+    engine = alone.start(OPTIONS)
+    Breaks(scheduler_of(engine), "reset_cache", 0)
+    assert not engine.scheduler.has_requests()
+    assert engine.connector.reset_cache()
+    assert engine.connector._is_off
+    engine.run()
+    assert engine.workers[0].connector._is_off
+    until("the node knows nothing of it", lambda: not alone.node.status()["engines"])
+
+
+def test_a_reset_holds_for_loads_that_run_though_caching_is_off(alone: Toys) -> None:
+    """Their blocks were of the weights before."""
+    engine = alone.start(OPTIONS)
+    prompt = stored(alone, engine, 100)
+    with held_loads(engine):
+        request_id = engine.add(prompt, 3)
+        while not scheduler_of(engine)._loads:
+            engine.step()
+        Breaks(scheduler_of(engine), "on_new_request", 0)
+        other = engine.add(tokens(40))
+        assert engine.connector._is_off
+        assert not engine.reset(external=True)  # vLLM refuses while a load runs, but told us
+    engine.load_weights(1)
+    engine.run()
+    assert_right(engine.results[request_id], 3, weights=1)
+    assert_right(engine.results[other], 1, weights=1)
+
+
 def test_a_load_given_to_a_worker_that_has_ended_fails(alone: Toys) -> None:
     """Each job is reported, once, also after `shutdown`."""
     engine = alone.start(OPTIONS)
@@ -189,4 +223,3 @@ def test_shutdown_at_any_moment(alone: Toys) -> None:
             engine.close()
         engine.run()
         alone.engines.remove(engine)
-        alone.node.serve()

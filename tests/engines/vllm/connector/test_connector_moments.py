@@ -78,9 +78,7 @@ class Scene:
                 assert_right(self.engine.results[request_id], self.counts[request_id])
 
 
-def moments(
-    toys: Toys, options: ToyOptions, act: Callable[[Scene], None], *aborted: int
-) -> int:
+def moments(toys: Toys, options: ToyOptions, act: Callable[[Scene], None], *aborted: int) -> int:
     """Play a scene for each of its steps; how often `act` met something to act upon."""
     engine = toys.start(options)
     for moment in range(STEPS_MAX):

@@ -3,8 +3,10 @@
 Outputs are right all the time, no hook waits beyond its bound, and hits resume by themselves.
 """
 
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from tests.engines.vllm.connector.toys import (
     assert_right,
     make_node,
     own_hit,
+    scheduler_of,
     session,
     stored,
     tokens,
@@ -138,14 +141,7 @@ ALL = [
 @pytest.mark.parametrize("at", ALL)
 def test_killed_before_a_hook(toys: Toys, node: Node, at: int, is_async: bool) -> None:
     """SIGKILL: loads that run end and verify, everything else is computed."""
-    engine = toys.start(
-        ToyOptions(
-            step_tokens=40,
-            chunk_tokens=32,
-            is_async=is_async,
-            settings={"kvtide.start_node": False},
-        )
-    )
+    engine = toys.start(replace(OPTIONS, is_async=is_async))
     hooks = Hooks(engine)
     try:
         play(toys, engine, hooks, at, node.kill)
@@ -162,14 +158,7 @@ def test_killed_before_a_hook(toys: Toys, node: Node, at: int, is_async: bool) -
 @pytest.mark.parametrize("at", ALL)
 def test_restarted_before_a_hook(toys: Toys, node: Node, at: int, is_async: bool) -> None:
     """A new node is there before the engine takes its next step."""
-    engine = toys.start(
-        ToyOptions(
-            step_tokens=40,
-            chunk_tokens=32,
-            is_async=is_async,
-            settings={"kvtide.start_node": False},
-        )
-    )
+    engine = toys.start(replace(OPTIONS, is_async=is_async))
     hooks = Hooks(engine)
 
     def restart() -> None:
@@ -185,16 +174,30 @@ def test_restarted_before_a_hook(toys: Toys, node: Node, at: int, is_async: bool
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("at", ALL)
+def test_cut_off_before_a_hook(toys: Toys, at: int, is_async: bool) -> None:
+    """The scheduler's connection ends and is made anew, once: nothing said on it is refused."""
+    engine = toys.start(replace(OPTIONS, is_async=is_async))
+    hooks = Hooks(engine)
+    after = None
+
+    def cut() -> None:
+        nonlocal after
+        before = session(engine)
+        scheduler_of(engine)._link._link._sock.shutdown(socket.SHUT_RDWR)
+        until("the engine is served again", lambda: session(engine) not in (None, before))
+        after = session(engine)
+
+    play(toys, engine, hooks, at, cut)
+    until("the node is at rest, though the engine takes no step", toys.node.is_at_rest)
+    assert after is None or session(engine) is after
+    heals(toys, engine)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("at", ALL)
 def test_stopped_before_a_hook(toys: Toys, node: Node, at: int, is_async: bool) -> None:
     """SIGSTOP until all requests have ended: T_answer bounds what they wait for it."""
-    engine = toys.start(
-        ToyOptions(
-            step_tokens=40,
-            chunk_tokens=32,
-            is_async=is_async,
-            settings={"kvtide.start_node": False},
-        )
-    )
+    engine = toys.start(replace(OPTIONS, is_async=is_async))
     hooks = Hooks(engine)
     stopped = node.stopped()
     try:

@@ -30,10 +30,14 @@ class Link:
 
     def __init__(self) -> None:
         self.sent: list[m.Message] = []
+        self.returned: list[int] = []
 
     def send(self, message: m.Message) -> bool:
         self.sent.append(message)
         return True
+
+    def return_grants(self, grants: list[int]) -> None:
+        self.returned += grants
 
     def grant(self) -> m.StoreAnswer:
         """The answer to the one question: yes."""
@@ -59,7 +63,7 @@ class Scene:
         self.step(gives=[BLOCK_ID])
         store = StorePlan(Chain(bytes(32), BLOCK, CHUNK))
         request = SimpleNamespace(all_token_ids=TOKENS)
-        tracker: Any = SimpleNamespace(store=store, request=request)
+        tracker: Any = SimpleNamespace(store=store, root=object(), request=request)
         self.stores.left(tracker, BLOCK, [BLOCK_ID], has_ended=True)
 
     def step(self, gives: list[int], *, is_answered: bool = False) -> list[int]:
@@ -95,4 +99,4 @@ def test_nor_is_one_that_this_step_names_again(scene: Scene) -> None:
     """vLLM names all blocks of a request once more when its load has ended."""
     scene.step(gives=[BLOCK_ID])
     assert scene.step(gives=[BLOCK_ID], is_answered=True) == []
-    assert m.GrantReturn([GRANT]) in scene.link.sent
+    assert scene.link.returned == [GRANT]

@@ -1,0 +1,161 @@
+"""Answers and loads that take long: bounded by what happens, not by how slow the machine is."""
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtide.engines.vllm import lookups as lookups_side
+from kvtide.engines.vllm import worker as worker_side
+from kvtide.engines.vllm.tracker import Tracker
+from kvtide.testing.vllm_toy import ToyOptions
+from tests.engines.vllm.connector.toys import (
+    Toys,
+    assert_right,
+    own_hit,
+    scheduler_of,
+    stored,
+    until,
+    workers_of,
+)
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("patient")]
+
+LENGTH = 150
+OPTIONS = ToyOptions(chunk_tokens=64, step_tokens=64)
+
+
+def test_steps_longer_than_a_lease_do_not_ask_for_ever(
+    toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer is too old when it can be used: the second one is used all the same."""
+    engine = toys.start(OPTIONS)
+    prompt = stored(toys, engine, LENGTH)
+    monkeypatch.setattr(lookups_side, "FRESH_MS_MAX", 0)
+    monkeypatch.setattr(lookups_side, "STEP_WAIT_S", 0.0)
+    result = engine.generate(prompt)
+    assert_right(result, 1)
+    assert result.external == own_hit(LENGTH, LENGTH)
+
+
+def test_an_answer_is_as_old_as_its_arrival(toys: Toys) -> None:
+    """However long it lay there before a step took it in: its lease has run on."""
+    engine = toys.start(OPTIONS)
+    prompt = stored(toys, engine, LENGTH)
+    scheduler = scheduler_of(engine)
+    clock = scheduler._lookups._clock = scheduler._link._clock = SimpleNamespace(now_ms=lambda: 5)
+    request_id = engine.add(prompt)
+    until("the answer has come", lambda: scheduler._link._answers)
+    clock.now_ms = lambda: 5000
+    scheduler._take_in()
+    question = scheduler._trackers[request_id].question
+    assert question.match is None or question.answered_ms == 5
+    engine.run()
+    assert engine.results[request_id].external == own_hit(LENGTH, LENGTH)
+
+
+def test_loads_that_wait_for_others_are_not_given_up(
+    toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A burst takes longer than T_load in all, and something ends all the time."""
+    bound_s = 0.3
+    engine = toys.start(OPTIONS)
+    prompts = [stored(toys, engine, LENGTH) for _ in range(8)]
+    monkeypatch.setattr(worker_side, "LOAD_S_MAX", bound_s)
+    (worker,) = workers_of(engine)
+    worker._mover.load = slowed(worker._mover.load, bound_s / 2)
+    began_s = time.monotonic()
+    ids = [engine.add(prompt) for prompt in prompts]
+    engine.run()
+    assert time.monotonic() - began_s > bound_s
+    for request_id in ids:
+        assert_right(engine.results[request_id], 1)
+        assert engine.results[request_id].external == own_hit(LENGTH, LENGTH)
+
+
+def slowed(load: Callable[..., None], by_s: float) -> Callable[..., None]:
+    """A mover of a slow machine."""
+    never = threading.Event()
+
+    def slow_load(*arguments: Any) -> None:
+        never.wait(by_s)
+        load(*arguments)
+
+    return slow_load
+
+
+def test_a_node_that_is_away_for_a_moment_is_asked_later(toys: Toys) -> None:
+    """The request waits for its turn meanwhile: it has not missed anything."""
+    engine = toys.start(OPTIONS)
+    prompt = stored(toys, engine, LENGTH)
+    lookups = scheduler_of(engine)._lookups
+    link, lookups._link = lookups._link, SimpleNamespace(is_usable=False)
+    request_id = engine.add(prompt)
+    lookups._link = link
+    engine.run()
+    assert engine.results[request_id].external == own_hit(LENGTH, LENGTH)
+
+
+def test_what_was_never_computed_is_not_stored(toys: Toys) -> None:
+    """Blocks of a load that could not be planned hold anything; vLLM counts them as computed.
+
+    The request is aborted before vLLM has heard that this load failed.
+    """
+    engine = toys.start(OPTIONS)
+    prompt = stored(toys, engine, LENGTH)
+    scheduler = scheduler_of(engine)
+    allocated = scheduler.allocated
+
+    def without_its_answer(request: Any, *arguments: Any) -> bool:
+        scheduler._lookups.drop(scheduler._trackers[request.request_id])
+        toys.node.clear()
+        return bool(allocated(request, *arguments))
+
+    scheduler.allocated = without_its_answer
+    request_id = engine.add(prompt)
+    engine.before_output = lambda: engine.abort(request_id)
+    while request_id in engine.scheduler.requests:
+        engine.step()
+    del scheduler.allocated
+    engine.before_output = lambda: None
+    toys.rest()
+    engine.reset()
+    result = engine.generate(prompt)
+    assert_right(result, 1)
+    assert result.external == 0
+
+
+def test_what_failed_to_load_is_stored_again(toys: Toys) -> None:
+    """It was computed instead, and the node has lost it."""
+    engine = toys.start(OPTIONS)
+    prompt = stored(toys, engine, LENGTH)
+    (worker,) = workers_of(engine)
+    copy_in = worker._copy_in
+
+    def lost(load: Any, block_ids: list[int], runs: Any) -> set[int]:
+        toys.node.clear()
+        return set(block_ids)
+
+    worker._copy_in = lost
+    assert engine.generate(prompt).external == 0
+    worker._copy_in = copy_in
+    toys.rest()
+    engine.reset()
+    result = engine.generate(prompt)
+    assert_right(result, 1)
+    assert result.external == own_hit(LENGTH, LENGTH)
+
+
+def test_another_connectors_loads_count_once_their_outcome_is_known() -> None:
+    """Steps overlap: the output that tells may come two steps later."""
+    request = SimpleNamespace(num_in_flight_tokens=0)
+    tracker = Tracker(request, 0.0)
+    assert tracker.is_verified(10, has_sync_loads=False)
+    assert not tracker.is_verified(64, has_sync_loads=True)
+    request.num_in_flight_tokens = 64
+    assert not tracker.is_verified(1, has_sync_loads=False)
+    request.num_in_flight_tokens = 1
+    assert tracker.is_verified(1, has_sync_loads=False)
