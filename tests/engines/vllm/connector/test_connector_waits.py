@@ -36,6 +36,7 @@ def test_steps_longer_than_a_lease_do_not_ask_for_ever(
     prompt = stored(toys, engine, LENGTH)
     monkeypatch.setattr(lookups_side, "FRESH_MS_MAX", 0)
     monkeypatch.setattr(lookups_side, "STEP_WAIT_S", 0.0)
+    scheduler_of(engine)._lookups.next_step()
     result = engine.generate(prompt)
     assert_right(result, 1)
     assert result.external == own_hit(LENGTH, LENGTH)
@@ -130,8 +131,11 @@ def test_what_was_never_computed_is_not_stored(toys: Toys) -> None:
 
 def test_what_failed_to_load_is_stored_again(toys: Toys) -> None:
     """It was computed instead, and the node has lost it."""
+    length = (
+        2 * OPTIONS.chunk_tokens + 1
+    )  # nothing stands behind what was held, to tell of its loss
     engine = toys.start(OPTIONS)
-    prompt = stored(toys, engine, LENGTH)
+    prompt = stored(toys, engine, length)
     (worker,) = workers_of(engine)
     copy_in = worker._copy_in
 
@@ -146,7 +150,7 @@ def test_what_failed_to_load_is_stored_again(toys: Toys) -> None:
     engine.reset()
     result = engine.generate(prompt)
     assert_right(result, 1)
-    assert result.external == own_hit(LENGTH, LENGTH)
+    assert result.external == own_hit(length, length)
 
 
 def test_another_connectors_loads_count_once_their_outcome_is_known() -> None:
