@@ -230,17 +230,33 @@ def test_grants_of_a_silent_worker_stay_lent(world: World) -> None:
     assert world.machine.lending.granted_bytes == 2 * CHUNK_BYTES
 
 
-def test_quarantine_counts_against_the_queue(world: World) -> None:
-    """A hung worker holds as much as the queue allows, and then nobody is granted more."""
-    engine = engine_of(world)
+def test_quarantine_counts_against_the_queue_of_its_own_engine(world: World) -> None:
+    """A hung worker holds as much as its engine's queue allows; then others still store."""
+    engine = engine_of(world, step_tokens=0)
     hung, granted = engine_of(world, "hung"), 0
     for part in range(1, 40):
         granted += len(hung.offer(prompt(part)).grants)
     assert granted * CHUNK_BYTES == world.machine.lending.granted_bytes == 256 * KiB
     hung.disconnect(hung.workers[0])
-    assert engine.offer(prompt(50)).outcomes == [DropReason.QUEUE_FULL]
+    hung.connect_worker(0, grants_held=list(world.machine.lending.grants))
+    assert hung.offer(prompt(50)).outcomes == [DropReason.QUEUE_FULL]
+    for part in range(60, 80):
+        assert engine.store(prompt(part)).outcomes == [""]
+    outcomes = [engine.offer(prompt(part)).outcomes[0] for part in range(80, 90)]
+    assert outcomes == [""] * 6 + [DropReason.QUEUE_FULL] * 4, "a tenth of the host, its own"
     hung.kill(hung.workers[0])
-    assert engine.offer(prompt(50)).outcomes == [""]
+    assert world.machine.lending.granted_bytes == 6 * CHUNK_BYTES
+
+
+def test_engines_with_large_steps_leave_something_to_the_next(world: World) -> None:
+    """Each may have half of what is left of half the host; the last of many, one chunk."""
+    engines = [engine_of(world, f"engine {number}") for number in range(7)]
+    granted = []
+    for number, engine in enumerate(engines):
+        outcomes = [engine.offer(prompt(100 * number + part)).outcomes[0] for part in range(1, 20)]
+        granted.append(outcomes.count(""))
+        assert set(outcomes[granted[-1] :]) == {DropReason.QUEUE_FULL}
+    assert granted == [16, 8, 4, 2, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@
 
 A cell comes back when nobody can write it any more: every writer has answered, or is proven dead,
 or the grant was returned before it was planned. Cells that wait for a silent writer are in
-quarantine; they count against the queue, so a hung worker bounds what it can take.
+quarantine; they count against their own engine's queue, so a hung worker bounds what it can take
+and what its engine may store, not what others may.
 
 Invariant: a lent cell belongs to exactly one attached entry, or one *loose* entry (detached, but
 still written or read).
@@ -26,6 +27,9 @@ HELD = "held"
 
 QUEUE_RATIO = 0.10
 QUEUE_RATIO_MAX = 0.25
+QUEUES_RATIO_MAX = 0.50
+"""What all engines together may be granted: each gets at most half of what the others leave of it,
+so one engine may have its quarter, and any number of hung ones leave something to the next."""
 EVICTIONS_MAX = 64
 """Entries evicted for one run at most, so that an offer ends in bounded time."""
 
@@ -61,6 +65,7 @@ class Lending:
         self._grant_of: dict[Entry, Grant] = {}
         self.loose: set[Entry] = set()
         self.granted_bytes = 0
+        self._granted_to: dict[str, int] = {}  # the same, by engine; nobody with nothing
         self.evicted: dict[str, int] = {"room": 0, "superseded": 0, "moved": 0, "cleared": 0}
         self.stored_blocks = 0
         self._next_number = first_number
@@ -129,7 +134,7 @@ class Lending:
         if self._index.find(entry.key) is not None:
             return DropReason.NOT_ANCHORED  # one key for two places: the engine errs
         size_bytes = entry.blocks * entry.layout.block_bytes
-        if self.granted_bytes + size_bytes > self.queue_bytes_max(instance):
+        if self.granted_to(instance.engine_id) + size_bytes > self.queue_bytes_max(instance):
             return DropReason.QUEUE_FULL
         if not regions:
             return DropReason.NOT_MAPPED
@@ -191,20 +196,36 @@ class Lending:
         self._next_number += 1
         self.grants[grant.number] = grant
         self._grant_of[entry] = grant
-        self.granted_bytes += grant.bytes
+        self._count_granted(grant.engine_id, grant.bytes)
         self._index.attach_storing(entry)
         self._emit(SetGenerations(*entry.run))
         return grant
 
+    def granted_to(self, engine_id: str) -> int:
+        """Bytes granted to one engine and not yet answered, quarantine included."""
+        return self._granted_to.get(engine_id, 0)
+
+    def _count_granted(self, engine_id: str, more_bytes: int) -> None:
+        self.granted_bytes += more_bytes
+        mine = self._granted_to.pop(engine_id, 0) + more_bytes
+        if mine:
+            self._granted_to[engine_id] = mine
+
     def queue_bytes_max(self, instance: Instance) -> int:
-        """B_queue of the contract: bytes granted and not yet answered, quarantine included."""
+        """B_queue of the contract, for one engine's grants, quarantine included.
+
+        It is the engine's own: what others hold, hung or with larger steps, only halves what is
+        left of the common bound, and one chunk is always allowed.
+        """
         host_bytes = self._host.limit_bytes
         identity, layout = instance.identity, instance.layout
         assert identity is not None, instance.engine_id
         assert layout is not None, instance.engine_id
         step_bytes = identity.step_tokens // layout.block_tokens * layout.block_bytes
         wanted = max(int(host_bytes * QUEUE_RATIO), step_bytes)
-        return max(min(wanted, int(host_bytes * QUEUE_RATIO_MAX)), layout.chunk_bytes)
+        others = self.granted_bytes - self.granted_to(instance.engine_id)
+        left = (int(host_bytes * QUEUES_RATIO_MAX) - others) // 2
+        return max(min(wanted, int(host_bytes * QUEUE_RATIO_MAX), left), layout.chunk_bytes)
 
     # ---- answers
 
@@ -255,7 +276,7 @@ class Lending:
             return
         del self.grants[grant.number]
         del self._grant_of[grant.entry]
-        self.granted_bytes -= grant.bytes
+        self._count_granted(grant.engine_id, -grant.bytes)
         if grant.entry.is_attached:
             self.stored_blocks += grant.entry.blocks
             for other in self._index.copied(grant.entry):
@@ -330,6 +351,10 @@ class Lending:
             assert used == lent.pop(number, 0), (number, used)
         assert not lent, f"entries in regions that do not exist: {lent}"
         assert self.granted_bytes == sum(grant.bytes for grant in self.grants.values())
+        granted_to: dict[str, int] = {}
+        for grant in self.grants.values():
+            granted_to[grant.engine_id] = granted_to.get(grant.engine_id, 0) + grant.bytes
+        assert granted_to == self._granted_to, (granted_to, self._granted_to)
         assert len(self._grant_of) == len(self.grants), (len(self._grant_of), len(self.grants))
         for grant in self.grants.values():
             assert grant.waiting, f"grant {grant.number} waits for nobody"
