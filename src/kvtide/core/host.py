@@ -26,6 +26,10 @@ MAP_MS_MAX = 2_000
 """T_load: so long memory that an engine has not mapped yet counts as on its way to it."""
 LEAVE_MS_MAX = 10_000
 """A region that has been leaving for longer holds up no other: a worker or a load hangs."""
+REFUSED_MS_FIRST = 10_000
+REFUSED_MS_MAX = 320_000
+"""What the machine refused is asked for again after a pause that doubles from the first to this,
+until it gives something: memory that was short for a moment is not lost for the node's life."""
 
 
 class Region:
@@ -70,7 +74,11 @@ class Host:
         """Bytes of all regions, those being made included."""
         self._of: dict[KVLayout, dict[int, Region]] = {}
         self._next_region = first_region
+        self.refusal = ""
+        """Why the machine gave no more when it was last asked; empty where it did."""
         self._refused_at_bytes: int | None = None
+        self._refused_until_ms = 0
+        self._refused_pause_ms = 0
 
     @property
     def reachable_bytes(self) -> int:
@@ -144,10 +152,26 @@ class Host:
             del self._of[region.layout]
         self.allocated_bytes -= region.bytes
 
-    def not_made(self, region: Region) -> None:
-        """The machine refused the memory: stay at the present size."""
+    def made(self, region: Region, now_ms: int) -> None:
+        """The region's memory is there: whatever was refused before, the machine has some."""
+        region.is_ready = True
+        region.ready_since_ms = now_ms
+        self.refusal = ""
+        self._refused_pause_ms = 0
+
+    def not_made(self, region: Region, now_ms: int, why: str) -> None:
+        """The machine refused the memory: stay at the present size for a while."""
         self.remove(region)
+        self.refusal = why
         self._refused_at_bytes = self.allocated_bytes
+        pause_ms = min(2 * self._refused_pause_ms, REFUSED_MS_MAX) or REFUSED_MS_FIRST
+        self._refused_pause_ms = pause_ms
+        self._refused_until_ms = now_ms + pause_ms
+
+    def forget_refusal(self, now_ms: int) -> None:
+        """Once the pause is over, the machine may be asked again."""
+        if now_ms >= self._refused_until_ms:
+            self._refused_at_bytes = None
 
     def limit(self, host_bytes: int) -> None:
         """Hold at most this much; a region refused before may be asked for again."""

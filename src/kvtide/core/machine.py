@@ -125,7 +125,7 @@ class Machine:
                 self.regions.made(region, now_ms)
                 self._offer_regions()
             case RegionNotMade(region, detail):
-                self.regions.not_made(region, detail)
+                self.regions.not_made(region, now_ms, detail)
             case HostLimit(host_bytes):
                 self.regions.limit(host_bytes)
             case Tick():

@@ -19,6 +19,9 @@ from kvtide.core.leases import Leases
 from kvtide.core.lending import Lending
 from kvtide.units import format_bytes
 
+DETAIL_CHARS_MAX = 400
+"""Of a reason that somebody gives, as it is kept and shown."""
+
 
 class Regions:
     """Carries regions through their states."""
@@ -46,6 +49,7 @@ class Regions:
         Who has least comes first, and what is given up for it goes to nobody who has more.
         """
         host = self._host
+        host.forget_refusal(now_ms)
         for layout in sorted(layouts, key=host.held_bytes):
             if not host.wants_region(layout):
                 continue
@@ -62,13 +66,11 @@ class Regions:
 
     def made(self, number: int, now_ms: int) -> None:
         """The memory is there; workers are offered it next."""
-        region = self._host.regions[number]
-        region.is_ready = True
-        region.ready_since_ms = now_ms
+        self._host.made(self._host.regions[number], now_ms)
 
-    def not_made(self, number: int, detail: str) -> None:
-        """The machine has no more: stay at this size and evict."""
-        self._host.not_made(self._host.regions[number])
+    def not_made(self, number: int, now_ms: int, detail: str) -> None:
+        """The machine has no more: stay at this size for a while, and evict."""
+        self._host.not_made(self._host.regions[number], now_ms, detail[:DETAIL_CHARS_MAX])
         held = format_bytes(self._host.allocated_bytes)
         self._emit(Note(f"host memory stays at {held}: {detail}", is_warning=True))
 

@@ -70,6 +70,8 @@ def host(machine: Machine) -> dict[str, Any]:
     """Bytes of the host tier, and its regions."""
     return {
         **_bytes(machine),
+        "reachable_bytes": machine.host.reachable_bytes,
+        "refusal": machine.host.refusal,
         "evictable_bytes": _evictable_bytes(machine),
         "regions": [
             {
