@@ -126,21 +126,6 @@ def test_an_engine_of_the_same_layout_shares_the_regions(world: World) -> None:
     assert other.offer(prompt(1)).outcomes == [""]
 
 
-def test_a_region_is_not_offered_again_to_a_worker_that_cannot_map_it(world: World) -> None:
-    """It refused: the engine does without, others do not."""
-    engine = Engine(world, workers=1)
-    engine.maps = False
-    engine.start()
-    (offer,) = world.offered[engine.workers[0]]
-    engine.tell(0, m.RegionFailed(offer.region, "no locked memory left " * 100))
-    other = Engine(world, "other").start()
-    assert len(world.offered[engine.workers[0]]) == 1
-    assert engine.offer(prompt(1)).outcomes == [DropReason.NOT_MAPPED]
-    assert other.offer(prompt(1)).outcomes == [""]
-    assert "cannot map region 100: no locked memory" in world.notes()[0]
-    assert len(world.notes()[0]) <= 500
-
-
 # ---- moving
 
 

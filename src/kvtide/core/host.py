@@ -11,6 +11,7 @@ here, so those lists could never differ, except by a fault.
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from kvtide.core.layout import KVLayout
 from kvtide.core.slots import RegionCells
@@ -30,6 +31,18 @@ REFUSED_MS_FIRST = 10_000
 REFUSED_MS_MAX = 320_000
 """What the machine refused is asked for again after a pause that doubles from the first to this,
 until it gives something: memory that was short for a moment is not lost for the node's life."""
+REFUSED_REGIONS_MAX = 2
+"""So many empty regions that a worker could not map are kept of a layout: it would hardly map
+more, and until it is offered them again they are of use to its engine's neighbours only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A worker could not map a region; it is offered again later."""
+
+    text: str
+    pause_ms: int
+    until_ms: int
 
 
 class Region:
@@ -48,7 +61,9 @@ class Region:
         self.used_ms = 0
         self.offered: set[int] = set()  # workers told to map it, not answered
         self.mapped: set[int] = set()  # workers that have it mapped
-        self.refused: set[int] = set()  # workers that could not map it
+        self.refused: dict[int, Refusal] = {}  # living workers that could not map it
+        self.closed_since_ms: int | None = None
+        """Since when it is refused by somebody and open to nobody."""
         self.leave_asked: set[int] = set()  # workers told to unmap it, not answered
 
     @property
@@ -57,9 +72,14 @@ class Region:
         return self.mapped | self.offered
 
     @property
+    def is_unused(self) -> bool:
+        """No cell is lent."""
+        return self.cells.free_cells == self.cells.cell_count
+
+    @property
     def is_empty(self) -> bool:
         """No cell is lent and nobody holds a mapping."""
-        return self.cells.free_cells == self.cells.cell_count and not self.holders
+        return self.is_unused and not self.holders
 
 
 class Host:
@@ -100,9 +120,14 @@ class Host:
         return sum(region.bytes for region in self.of(layout) if not region.is_leaving)
 
     def free_bytes(self, layout: KVLayout) -> int:
-        """Free cells of one layout in bytes, those of regions being made included."""
+        """Free cells of one layout in bytes, those of regions being made included.
+
+        What a worker could not map is not free: its engine is lent nothing there.
+        """
         free_cells = sum(
-            region.cells.free_cells for region in self.of(layout) if not region.is_leaving
+            region.cells.free_cells
+            for region in self.of(layout)
+            if not region.is_leaving and not region.refused
         )
         return free_cells * layout.block_bytes
 
@@ -126,7 +151,12 @@ class Host:
 
     def wants_region(self, layout: KVLayout) -> bool:
         """Whether the layout has less than half a region free, and none is being made."""
-        if self.is_growing(layout):
+        refused = [
+            region
+            for region in self.of(layout)
+            if region.refused and not region.is_leaving and region.is_unused
+        ]
+        if self.is_growing(layout) or len(refused) >= REFUSED_REGIONS_MAX:
             return False
         return self.free_bytes(layout) < div_ceil(self.region_bytes(layout), 2)
 
@@ -233,6 +263,7 @@ class Host:
             assert region.number == number, (region.number, number)
             assert self._of[region.layout][number] is region, number
             assert not region.mapped & region.offered, (number, region.mapped, region.offered)
+            assert not region.mapped & region.refused.keys(), (number, region.mapped)
             assert region.is_ready or not region.holders, f"region {number} is not made yet"
             region.cells.check_integrity()
         assert sum(len(regions) for regions in self._of.values()) == len(self.regions)

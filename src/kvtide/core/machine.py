@@ -422,7 +422,7 @@ class Machine:
 
     def _region_failed(self, connection: int, message: m.RegionFailed) -> None:
         worker = self._worker(connection)
-        self.regions.failed(worker, message.region, message.detail)
+        self.regions.failed(worker, message.region, message.detail, self._now_ms)
         self._reopen(worker.engine_id)
 
     def _region_left(self, connection: int, message: m.RegionLeft) -> None:
@@ -434,7 +434,7 @@ class Machine:
     def _offer_regions(self) -> None:
         for instance in self.instances.values():
             if instance.is_serving:
-                self.regions.offer(instance)
+                self.regions.offer(instance, self._now_ms)
             self._reopen(instance.engine_id)
 
     def _reopen(self, engine_id: str) -> None:
@@ -460,6 +460,10 @@ class Machine:
         for instance in self.instances.values():
             self.lookups.expire(instance, self._now_ms)
             self._watch_workers(instance)
+        if self.regions.is_offer_due(self._now_ms):
+            self._offer_regions()
+        open_regions = [instance.open_regions for instance in self.instances.values()]
+        self.regions.give_back_closed(set().union(*open_regions), self._now_ms)
         self.regions.advance()
         self.index.freshen()
         self._end_when_idle()

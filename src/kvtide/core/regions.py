@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Set
 
 from kvtide.core import messages as m
 from kvtide.core.effects import Effect, FreeRegion, MakeRegion, Note, Send, SendRegion
-from kvtide.core.host import Host, Region
+from kvtide.core.host import REFUSED_MS_FIRST, REFUSED_MS_MAX, Host, Refusal, Region
 from kvtide.core.index import Index
 from kvtide.core.instances import Instance, Worker
 from kvtide.core.layout import KVLayout
@@ -21,6 +21,8 @@ from kvtide.units import format_bytes
 
 DETAIL_CHARS_MAX = 400
 """Of a reason that somebody gives, as it is kept and shown."""
+CLOSED_MS_MAX = 120_000
+"""A region that a worker could not map and that is open to nobody goes back after so long."""
 
 
 class Regions:
@@ -94,7 +96,7 @@ class Regions:
             self._advance(region)
 
     def _advance(self, region: Region) -> None:
-        if region.cells.free_cells < region.cells.cell_count:
+        if not region.is_unused:
             return
         if self._leases.holds_region(region.number):
             return
@@ -109,7 +111,7 @@ class Regions:
 
     # ---- workers
 
-    def offer(self, instance: Instance) -> None:
+    def offer(self, instance: Instance, now_ms: int) -> None:
         """Offer each worker the regions of its layout that it lacks, last used first."""
         layout = instance.layout
         assert layout is not None, instance.engine_id
@@ -119,7 +121,8 @@ class Regions:
                 continue
             self._workers[worker.number] = worker
             for region in regions:
-                if worker.number in region.holders | region.refused:
+                refusal = region.refused.get(worker.number)
+                if worker.number in region.holders or (refusal and now_ms < refusal.until_ms):
                     continue
                 region.offered.add(worker.number)
                 self._emit(
@@ -131,6 +134,24 @@ class Regions:
                         layout.cell_bytes[worker.shard],
                     )
                 )
+
+    def is_offer_due(self, now_ms: int) -> bool:
+        """Whether a region may be offered again to a worker that could not map it."""
+        return any(
+            now_ms >= refusal.until_ms and number not in region.holders
+            for region in self._host.regions.values()
+            for number, refusal in region.refused.items()
+        )
+
+    def give_back_closed(self, open_regions: Set[int], now_ms: int) -> None:
+        """Give up what a worker could not map, once it has been open to nobody for long."""
+        for region in list(self._host.regions.values()):
+            if not region.refused or region.number in open_regions:
+                region.closed_since_ms = None
+            elif region.closed_since_ms is None:
+                region.closed_since_ms = now_ms
+            elif now_ms - region.closed_since_ms >= CLOSED_MS_MAX and not region.is_leaving:
+                self._give_up(region, now_ms)
 
     def open_to(self, instance: Instance) -> set[int]:
         """The regions that every worker of the instance has mapped."""
@@ -148,18 +169,22 @@ class Regions:
         if region is not None and worker.number in region.offered:
             region.offered.discard(worker.number)
             region.mapped.add(worker.number)
+            region.refused.pop(worker.number, None)
 
-    def failed(self, worker: Worker, number: int, detail: str) -> None:
-        """The worker could not map the region; it is not asked again."""
+    def failed(self, worker: Worker, number: int, detail: str, now_ms: int) -> None:
+        """The worker could not map the region; it is asked again after a pause that doubles."""
         region = self._host.regions.get(number)
-        if region is not None and worker.number in region.offered:
-            region.offered.discard(worker.number)
-            region.refused.add(worker.number)
-            text = (
-                f"process {worker.pid} (rank {worker.rank}) cannot map region {number}: {detail}"
-            )
-            self._emit(Note(text[:500], is_warning=True))
-            self.advance()
+        if region is None or worker.number not in region.holders:
+            return
+        self._forget(region, worker)
+        before = region.refused.get(worker.number)
+        pause_ms = min(2 * before.pause_ms, REFUSED_MS_MAX) if before else REFUSED_MS_FIRST
+        text = f"process {worker.pid} (rank {worker.rank}) cannot map region {number}: {detail}"
+        text = text[:DETAIL_CHARS_MAX]
+        region.refused[worker.number] = Refusal(text, pause_ms, now_ms + pause_ms)
+        if before is None:
+            self._emit(Note(text, is_warning=True))
+        self.advance()
 
     def left(self, worker: Worker, number: int) -> None:
         """The worker has no mapping of the region any more, whether it was told so or not."""
@@ -174,9 +199,13 @@ class Regions:
             region.leave_asked.discard(worker.number)
 
     def worker_is_back(self, worker: Worker, mapped: Set[int]) -> None:
-        """The worker names what it has mapped, or is mapping; it has nothing else."""
+        """The worker names what it has mapped, or is mapping; it has nothing else.
+
+        What it could not map before it is offered again.
+        """
         self._workers[worker.number] = worker
         for region in self._host.regions.values():
+            region.refused.pop(worker.number, None)
             if region.number not in mapped:
                 self._forget(region, worker)
             elif worker.number in region.offered:
@@ -188,7 +217,7 @@ class Regions:
         """Its mappings ended with it."""
         for region in self._host.regions.values():
             self._forget(region, worker)
-            region.refused.discard(worker.number)
+            region.refused.pop(worker.number, None)
         self._workers.pop(worker.number, None)
         self.advance()
 

@@ -85,6 +85,7 @@ def host(machine: Machine) -> dict[str, Any]:
                     for instance in machine.instances.values()
                     if region.number in instance.open_regions
                 ),
+                "refused": [refusal.text for refusal in region.refused.values()],
             }
             for region in machine.host.regions.values()
         ],
