@@ -136,6 +136,16 @@ def test_a_model_too_large_for_the_host_is_off_with_the_bytes(world: World) -> N
     assert not world.made
 
 
+def test_a_model_is_judged_by_the_hosts_size_not_by_a_passing_limit(world: World) -> None:
+    """Memory is short when the engine comes: it is served, and stores once there is some again."""
+    world.give(HostLimit(0))
+    engine = Engine(world).start()
+    assert off(engine) == ("", "")
+    assert engine.offer(prompt(1)).outcomes == [DropReason.NOT_MAPPED]
+    world.give(HostLimit(1024 * KiB))
+    assert engine.offer(prompt(1)).outcomes == [""]
+
+
 @pytest.mark.parametrize(
     ("hellos", "cell_bytes", "detail"),
     [

@@ -279,10 +279,10 @@ class Machine:
             instance.off = Off(OffReason(identity.off_reason), identity.off_detail)
         elif fault := instance.shard_fault(identity.cell_bytes):
             self._turn_off(instance, OffReason.WORKERS_DIFFER, fault)
-        elif (needed := self.host.needed_bytes(layout)) > self.host.limit_bytes:
+        elif (needed := self.host.needed_bytes(layout)) > self.host.size_bytes:
             detail = (
                 f"this model needs {format_bytes(needed)} of host memory at least, the node has "
-                f"{format_bytes(self.host.limit_bytes)}"
+                f"{format_bytes(self.host.size_bytes)}"
             )
             self._turn_off(instance, OffReason.HOST_TOO_SMALL, detail)
         else:
