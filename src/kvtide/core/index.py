@@ -63,6 +63,7 @@ class Entry:
         "is_held",
         "key",
         "layout",
+        "leases",
         "parent",
         "pins",
         "run",
@@ -82,6 +83,8 @@ class Entry:
         self.run: Run = (0, 0, 0, 0)
         self.children = 0
         self.pins = 0
+        self.leases = 0
+        """Its own leases, and the children that are leased: what keeps it from being evicted."""
         self.tree: radix.Tree = None
         self.storing: list[Entry] | None = None
         self.is_attached = True
@@ -144,6 +147,8 @@ class Index:
         self.roots_max = IDLE_ROOTS_MAX
         """From so many roots on, those that nobody needs are looked for."""
         self.entries: dict[bytes, Entry] = {}
+        self.leased_bytes = 0
+        """Bytes of all entries that leases keep, each counted once."""
         self._heaps: dict[KVLayout, list[tuple[int, int, Entry]]] = {}
         self._heap_dead: dict[KVLayout, int] = {}
         self._sequence = itertools.count()
@@ -239,6 +244,8 @@ class Index:
             parent.storing = parent.storing or None
         parent.children -= 1
         entry.is_attached = False
+        if entry.leases and isinstance(parent, Entry):
+            self.unlease(parent)
         entry.parent = None
         if entry.in_heap:
             self._heap_dead[entry.layout] = self._heap_dead.get(entry.layout, 0) + 1
@@ -264,6 +271,46 @@ class Index:
             if key not in in_use:
                 del self.roots[key]
         self.roots_max = max(IDLE_ROOTS_MAX, 2 * len(self.roots))
+
+    # ---- what leases keep
+
+    def unleased_bytes(self, entry: Entry) -> int:
+        """What a lease on this entry would keep of its chain, and none keeps yet."""
+        return self._climb_bytes(entry, lease_count=0)
+
+    def lease(self, entry: Entry) -> None:
+        """One lease more; its ancestors are kept with it. A chain's first costs its length."""
+        self.leased_bytes += self._climb_bytes(entry, lease_count=1)
+
+    def _climb_bytes(self, entry: Entry, lease_count: int) -> int:
+        """Add leases up to the first entry that had some; the bytes of those that had none."""
+        node: Entry | Root | None = entry
+        climbed = 0
+        while isinstance(node, Entry):
+            leases = node.leases
+            node.leases = leases + lease_count
+            if leases:
+                break
+            climbed += 1
+            node = node.parent
+        if not climbed:
+            return 0  # above the deepest, all are whole chunks of one layout
+        return entry.blocks * entry.layout.block_bytes + (climbed - 1) * entry.layout.chunk_bytes
+
+    def unlease(self, entry: Entry) -> None:
+        """One lease less, or one leased child."""
+        node: Entry | Root | None = entry
+        climbed = 0
+        while isinstance(node, Entry):
+            assert node.leases > 0, "leases ended more often than begun"
+            node.leases -= 1
+            if node.leases:
+                break
+            climbed += 1
+            node = node.parent
+        if climbed:
+            self.leased_bytes -= entry.blocks * entry.layout.block_bytes
+            self.leased_bytes -= (climbed - 1) * entry.layout.chunk_bytes
 
     # ---- order of eviction
 

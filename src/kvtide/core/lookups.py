@@ -110,18 +110,9 @@ class Lookups:
     def _answer(self, instance: Instance, number: int, matched: Matched, now_ms: int) -> None:
         lease = 0
         if matched.entries:
-            layout, deepest = instance.layout, matched.entries[-1]
-            assert layout is not None, instance.engine_id
-            lease = self._leases.take(
-                Lease(
-                    deepest,
-                    matched.regions,
-                    instance.engine_id,
-                    len(matched.runs) * layout.chunk_bytes,
-                    now_ms + LEASE_MS,
-                ),
-                self._host.limit_bytes,
-            )
+            deepest = matched.entries[-1]
+            wanted = Lease(deepest, matched.regions, instance.engine_id, now_ms + LEASE_MS)
+            lease = self._leases.take(wanted, self._host.limit_bytes)
         self._count("lookup.answered", 1)
         chunks = len(matched.entries) - (matched.blocks > 0)
         answer = m.Match(number, chunks, matched.blocks, matched.runs, lease, matched.may_go_on)

@@ -81,7 +81,7 @@ class Machine:
         self.index = Index()
         self.host = Host(config.host_bytes, config.first_number)
         self.lending = Lending(self.index, self.host, self._emit, config.first_number)
-        self.leases = Leases(self.lending, config.first_number)
+        self.leases = Leases(self.index, self.lending, config.first_number)
         self.regions = Regions(self.host, self.index, self.lending, self.leases, self._emit)
         self.lookups = Lookups(self.index, self.host, self.leases, self._send, self._count)
         self.instances: dict[str, Instance] = {}
