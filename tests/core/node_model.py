@@ -470,11 +470,9 @@ class NodeModel(RuleBasedStateMachine):
         assert machine.lending.loose == set()
         assert (machine.instances, machine.peers) == ({}, {})
         evictable = 0
-        layouts = {entry.layout for entry in machine.index.entries.values()}
-        for layout in sorted(layouts, key=lambda layout: layout.name):
-            while (entry := machine.index.next_to_evict(layout)) is not None:
-                evictable += entry.blocks
-                machine.lending.evict(entry, "room")
+        while (entry := machine.index.next_to_evict(machine.host.regions)) is not None:
+            evictable += entry.blocks
+            machine.lending.evict(entry, "room")
         machine.check_integrity()
         assert not machine.index.entries
         assert self.world.lent_cells() == 0, evictable

@@ -4,8 +4,9 @@ An entry is *storing* from its grant until every shard is copied, then *held*; o
 match, and an entry is held only when its parent is, so whatever matches is whole up to the root.
 *Detached* entries can no longer be found; their cells come back when nobody uses them any more.
 
-Eviction takes leaves first, least recently used first: a heap with one item per entry that may
-be evicted, put right when it is popped (an item whose entry was used since goes back in).
+Eviction takes leaves first, least recently used first: for each region a heap with one item per
+entry that may be evicted, put right when it is popped (an item whose entry was used since goes
+back in). One for each region, since an engine can use only the cells of those that it has mapped.
 
 An entry matches only behind its own parent, so a lookup whose keys are no chain ends where they
 stop being one. Invariant: `children` counts every attached entry below, storing ones included.
@@ -14,6 +15,7 @@ Links run both ways (parent ⇄ tree), so detaching cuts them: the collector is 
 
 import heapq
 import itertools
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kvtide.core import radix
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 IDLE_ROOTS_MAX = 1 << 16
 """Roots kept without looking whether anybody needs them."""
 FRESHENED_MAX = 1_000
-"""Items of a heap that are put right in one tick: a millisecond's work at most."""
+"""Items of heaps that are put right in one tick: a millisecond's work at most."""
 
 
 class Root:
@@ -139,6 +141,46 @@ class Matched:
         return Matched(self.entries[:end], 0, may_go_on=False)
 
 
+class _Order:
+    """The order of eviction in one region."""
+
+    __slots__ = ("dead_count", "items")
+
+    def __init__(self) -> None:
+        self.items: list[tuple[int, int, Entry]] = []
+        """A heap: when the entry was used, or earlier; a sequence number; the entry."""
+        self.dead_count = 0
+        """Items of entries that are detached."""
+
+    def add(self, entry: Entry, sequence: int) -> None:
+        entry.in_heap = True
+        heapq.heappush(self.items, (entry.used_ms, sequence, entry))
+
+    def put_right(self, sequence: Iterator[int], steps_max: int) -> int:
+        """Make the top true: put back what was used since, drop what may not go. Steps taken."""
+        for steps in range(steps_max):
+            if not self.items:
+                return steps
+            used_ms, _, entry = self.items[0]
+            if entry.is_evictable and entry.used_ms == used_ms:
+                return steps
+            heapq.heappop(self.items)
+            entry.in_heap = False
+            if entry.is_evictable:
+                self.add(entry, next(sequence))
+            elif not entry.is_attached:
+                self.dead_count -= 1
+        return steps_max
+
+    def bury(self) -> None:
+        """An entry was detached; rebuild a heap that is mostly items of entries already gone."""
+        self.dead_count += 1
+        if self.dead_count * 2 > max(64, len(self.items)):
+            self.items = [item for item in self.items if item[2].is_attached]
+            heapq.heapify(self.items)
+            self.dead_count = 0
+
+
 class Index:
     """All entries of the node, of every layout."""
 
@@ -149,8 +191,7 @@ class Index:
         self.entries: dict[bytes, Entry] = {}
         self.leased_bytes = 0
         """Bytes of all entries that leases keep, each counted once."""
-        self._heaps: dict[KVLayout, list[tuple[int, int, Entry]]] = {}
-        self._heap_dead: dict[KVLayout, int] = {}
+        self._orders: dict[int, _Order] = {}  # by region; the one freshened last comes last
         self._sequence = itertools.count()
 
     def find(self, key: bytes) -> "Entry | Root | None":
@@ -248,8 +289,7 @@ class Index:
             self.unlease(parent)
         entry.parent = None
         if entry.in_heap:
-            self._heap_dead[entry.layout] = self._heap_dead.get(entry.layout, 0) + 1
-            self._sweep(entry.layout)
+            self._orders[entry.region].bury()
         if isinstance(parent, Entry):
             self.reconsider(parent)
 
@@ -317,19 +357,26 @@ class Index:
     def reconsider(self, entry: Entry) -> None:
         """The entry may have become evictable: a lease ended, a child went, it became visible."""
         if entry.is_evictable and not entry.in_heap:
-            entry.in_heap = True
-            heap = self._heaps.setdefault(entry.layout, [])
-            heapq.heappush(heap, (entry.used_ms, next(self._sequence), entry))
+            order = self._orders.get(entry.region)
+            if order is None:
+                order = self._orders[entry.region] = _Order()
+            order.add(entry, next(self._sequence))
 
-    def next_to_evict(self, layout: KVLayout) -> Entry | None:
-        """Pop the evictable entry of this layout that was used longest ago."""
-        heap = self._heaps.get(layout)
-        if not heap:
+    def next_to_evict(self, regions: Iterable[int]) -> Entry | None:
+        """Pop the evictable entry in these regions that was used longest ago."""
+        best: _Order | None = None
+        for number in regions:
+            order = self._orders.get(number)
+            if order is None or not order.items:
+                continue
+            if best is not None and best.items[0] < order.items[0]:
+                continue  # a top is never younger than its heap, true or not
+            order.put_right(self._sequence, len(order.items))
+            if order.items and (best is None or order.items[0] < best.items[0]):
+                best = order
+        if best is None:
             return None
-        self._put_right(layout, steps_max=len(heap))
-        if not heap:
-            return None
-        used_ms, _, entry = heapq.heappop(heap)
+        used_ms, _, entry = heapq.heappop(best.items)
         assert entry.is_evictable, "the order of eviction is wrong"
         assert entry.used_ms == used_ms, (entry.used_ms, used_ms)
         entry.in_heap = False
@@ -337,32 +384,14 @@ class Index:
 
     def freshen(self) -> None:
         """Do some of the work of `next_to_evict` ahead, so that no store waits for all of it."""
-        for layout in self._heaps:
-            self._put_right(layout, FRESHENED_MAX)
-
-    def _put_right(self, layout: KVLayout, steps_max: int) -> None:
-        """Make the top of a heap true: put back what was used since, drop what may not go."""
-        heap = self._heaps[layout]
-        for _ in range(steps_max):
-            if not heap:
+        steps_left = FRESHENED_MAX
+        for number in list(self._orders):
+            if steps_left <= 0:
                 return
-            used_ms, _, entry = heap[0]
-            if entry.is_evictable and entry.used_ms == used_ms:
-                return
-            heapq.heappop(heap)
-            entry.in_heap = False
-            if entry.is_attached:
-                self.reconsider(entry)
-            else:
-                self._heap_dead[layout] -= 1
-
-    def _sweep(self, layout: KVLayout) -> None:
-        """Rebuild a heap that is mostly items of entries already gone."""
-        heap = self._heaps[layout]
-        if self._heap_dead.get(layout, 0) * 2 > max(64, len(heap)):
-            heap[:] = [item for item in heap if item[2].is_attached]
-            heapq.heapify(heap)
-            self._heap_dead[layout] = 0
+            order = self._orders.pop(number)
+            steps_left -= order.put_right(self._sequence, steps_left)
+            if order.items:
+                self._orders[number] = order
 
     def check_integrity(self) -> None:
         """Assert what the module's header says, over everything. Slow: for tests and doctor."""

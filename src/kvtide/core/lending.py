@@ -158,7 +158,7 @@ class Lending:
                     return True
             if evictions == EVICTIONS_MAX or self._is_growing(entry, instance):
                 return False
-            if not self._evict_for(entry, instance):
+            if not self._evict_for(instance):
                 return False
             evictions += 1
 
@@ -174,18 +174,9 @@ class Lending:
             if not region.is_leaving
         )
 
-    def _evict_for(self, entry: Entry, instance: Instance) -> bool:
+    def _evict_for(self, instance: Instance) -> bool:
         """Evict the oldest leaf whose cells this instance can use; whether there was one."""
-        passed_over = []
-        victim = None
-        for _ in range(EVICTIONS_MAX):
-            candidate = self._index.next_to_evict(entry.layout)
-            if candidate is None or candidate.region in instance.open_regions:
-                victim = candidate
-                break
-            passed_over.append(candidate)
-        for other in passed_over:
-            self._index.reconsider(other)
+        victim = self._index.next_to_evict(instance.open_regions)
         if victim is None:
             return False
         self.evict(victim, "room")
