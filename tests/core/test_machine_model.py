@@ -49,7 +49,7 @@ def test_the_model_holds_through_a_long_history(seed: int) -> None:
         (2, lambda: model.give_back(which(), which())),
         (6, lambda: model.write(which(), which(), which(), draw.random() < 0.75)),
         (4, lambda: model.write_all(which())),
-        (6, lambda: model.get_round_to_it(which(), which())),
+        (6, lambda: model.get_round_to_it(which(), which(), draw.random() < 0.8)),
         (2, lambda: model.dawdle(which(), draw.random() < 0.5)),
         (4, lambda: model.tick(draw.choice([1, 10, 500, 2_000, 11_000]))),
         (1, lambda: model.press(draw.randint(3, 8), draw.choice([None, 64]), draw.random() < 0.5)),

@@ -14,14 +14,8 @@ def world() -> World:
     return World()
 
 
-def refuse(engine: Engine, rank: int = 0) -> None:
-    """The worker cannot map what it was offered."""
-    while engine.to_map[rank]:
-        engine.tell(rank, m.RegionFailed(engine.to_map[rank].pop(0), "no locked memory left"))
-
-
 def offers_of(engine: Engine, region: int, rank: int = 0) -> int:
-    offers = engine.world.offered[engine.workers[rank]]
+    offers = engine.world.offered.get(engine.workers[rank], [])
     return [offer.region for offer in offers].count(region)
 
 
@@ -48,7 +42,7 @@ def test_a_region_that_a_worker_could_not_map_is_offered_again_later(world: Worl
     engine.maps = False
     engine.start()
     for pause_ms in (10_000, 20_000):
-        refuse(engine)
+        engine.refuse_now()
         world.tick(after_ms=pause_ms - 1)
         assert not engine.to_map[0]
         world.tick(after_ms=1)
@@ -62,7 +56,7 @@ def test_a_worker_that_is_back_is_offered_what_it_could_not_map(world: World) ->
     engine = Engine(world)
     engine.maps = False
     engine.start()
-    refuse(engine)
+    engine.refuse_now()
     engine.maps = True
     engine.connect_worker(0)
     assert engine.offer(prompt(1)).outcomes == [""]
@@ -84,7 +78,7 @@ def test_where_a_worker_maps_nothing_no_more_than_two_regions_are_made(world: Wo
     engine.maps = False
     engine.start()
     for _ in range(9):
-        refuse(engine)
+        engine.refuse_now()
         world.tick(after_ms=1_000)
     assert len(world.made) == REFUSED_REGIONS_MAX
 
@@ -96,7 +90,7 @@ def test_a_region_that_nobody_can_map_goes_back(world: World) -> None:
     engine.start()
     for second in range(CLOSED_MS_MAX // 1_000 + 1):
         engine.map_now(0)
-        refuse(engine, rank=1)
+        engine.refuse_now(1)
         assert second == 0 or not world.freed
         world.tick(after_ms=1_000)
     assert 100 in world.freed
@@ -112,6 +106,31 @@ def test_a_region_that_another_engine_uses_does_not_go_back(world: World) -> Non
     other = Engine(world, "other").start()
     other.store(prompt(1))
     for _ in range(2 * CLOSED_MS_MAX // 1_000):
-        refuse(engine)
+        engine.refuse_now()
         world.tick(after_ms=1_000)
     assert other.blocks_held(prompt(1)) == 4
+
+
+def test_a_region_that_was_being_mapped_is_not_open_when_its_worker_is_back(world: World) -> None:
+    """It is still being populated, which then fails: nobody was ever told to use it."""
+    engine = Engine(world)
+    engine.maps = False
+    engine.start()
+    engine.disconnect(engine.workers[0])
+    engine.connect_worker(0, mapping=1)
+    assert engine.offer(prompt(1)).outcomes == [DropReason.NOT_MAPPED]
+    assert offers_of(engine, 100) == 0, "it has it already"
+    engine.tell(0, m.RegionFailed(100, "no memory"))
+    assert engine.offer(prompt(1)).outcomes == [DropReason.NOT_MAPPED]
+    world.tick(after_ms=10_000)
+    engine.map_now()
+    assert engine.offer(prompt(1)).outcomes == [""]
+
+
+def test_a_region_that_failed_after_it_was_open_is_open_no_more(world: World) -> None:
+    engine = Engine(world).start()
+    engine.store(prompt(1))
+    engine.maps = False
+    engine.mapped[0].clear()
+    engine.tell(0, m.RegionFailed(100, "lost it"))
+    assert engine.offer(prompt(2)).outcomes == [DropReason.NOT_MAPPED]

@@ -211,10 +211,12 @@ class Machine:
         worker.connection = connection
         self.peers[connection] = worker
         is_ours = hello.node == self.config.node
-        mapped = set(hello.regions_mapped)
-        worker.old_regions = set() if is_ours else mapped
+        mapped, mapping = set(hello.regions_mapped), set(hello.regions_mapping)
+        worker.old_regions = set() if is_ours else mapped | mapping
         self.lending.worker_holds(worker, set(hello.grants_held) if is_ours else set())
-        self.regions.worker_is_back(worker, mapped if is_ours else set())
+        if not is_ours:
+            mapped, mapping = set(), set()
+        self.regions.worker_is_back(worker, mapped, mapping)
         self._welcome(connection)
         self._watch_workers(instance)
         self._offer_regions()

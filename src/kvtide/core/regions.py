@@ -198,19 +198,21 @@ class Regions:
         for region in self._host.regions.values():
             region.leave_asked.discard(worker.number)
 
-    def worker_is_back(self, worker: Worker, mapped: Set[int]) -> None:
-        """The worker names what it has mapped, or is mapping; it has nothing else.
+    def worker_is_back(self, worker: Worker, mapped: Set[int], mapping: Set[int]) -> None:
+        """The worker names what it has mapped, and what it is mapping; it has nothing else.
 
-        What it could not map before it is offered again.
+        What is being mapped may still fail: it counts as offered until the worker says more. What
+        it could not map before it is offered again.
         """
         self._workers[worker.number] = worker
         for region in self._host.regions.values():
             region.refused.pop(worker.number, None)
-            if region.number not in mapped:
-                self._forget(region, worker)
-            elif worker.number in region.offered:
-                region.offered.discard(worker.number)
+            is_holder = worker.number in region.holders
+            self._forget(region, worker)
+            if is_holder and region.number in mapped:
                 region.mapped.add(worker.number)
+            elif is_holder and region.number in mapping:
+                region.offered.add(worker.number)
         self.advance()
 
     def worker_died(self, worker: Worker) -> None:
