@@ -325,6 +325,20 @@ def test_any_connection_of_a_process_tells_of_its_death(world: World) -> None:
         world.give(ProcessDied(connections[1 - use]))
 
 
+def test_connections_of_a_process_do_not_pile_up(world: World) -> None:
+    """It reconnects a hundred times; the last but one is known still, for who watches by it."""
+    engine = Engine(world).start()
+    for _ in range(100):
+        before = (engine.scheduler, engine.workers[0])
+        for connection in before:
+            engine.disconnect(connection)
+        engine.connect_scheduler()
+        engine.connect_worker(0)
+        for old, new in zip(before, (engine.scheduler, engine.workers[0]), strict=True):
+            assert world.machine.peers[old] is world.machine.peers[new]
+    assert len(world.machine.peers) == 4
+
+
 def test_a_new_process_is_not_ended_by_the_late_word_of_an_old_one(world: World) -> None:
     """Both connections of the dead scheduler report its death, one of them late."""
     engine = Engine(world).start()

@@ -86,7 +86,8 @@ class Machine:
         self.lookups = Lookups(self.index, self.host, self.leases, self._send, self._count)
         self.instances: dict[str, Instance] = {}
         self.peers: dict[int, Instance | Worker] = {}
-        """Who speaks on a connection; kept for dead connections until the process has died."""
+        """Who speaks on a connection, and on the one before it, by which the runtime may still
+        watch the process; both are kept when they end, until the process has died."""
         self.counts: dict[str, int] = {}
         self._idle_since_ms: int | None = None
         self._takes: dict[type, Callable[[int, Any], None]] = {
@@ -186,7 +187,7 @@ class Machine:
         instance.connection = connection
         instance.since_ms = self._now_ms
         instance.facts_sent = False
-        self.peers[connection] = instance
+        self._speaks(connection, instance)
         if is_back:  # another scheduler can't know what the one before it planned
             self.lending.lost_with_connection(instance.engine_id, hello.last_grant)
         self._welcome(connection)
@@ -209,7 +210,7 @@ class Machine:
             worker = instance.workers[hello.rank] = Worker(connection, hello)
             instance.facts_sent = instance.is_identified = False
         worker.connection = connection
-        self.peers[connection] = worker
+        self._speaks(connection, worker)
         is_ours = hello.node == self.config.node
         mapped, mapping = set(hello.regions_mapped), set(hello.regions_mapping)
         worker.old_regions = set() if is_ours else mapped | mapping
@@ -225,6 +226,11 @@ class Machine:
         if connection in self.peers:
             raise WireError("a second hello on one connection")
 
+    def _speaks(self, connection: int, peer: Instance | Worker) -> None:
+        for number in [number for number, known in self.peers.items() if known is peer][:-1]:
+            del self.peers[number]
+        self.peers[connection] = peer
+
     def _instance_of(self, engine_id: str) -> Instance:
         instance = self.instances.get(engine_id)
         if instance is None:
@@ -232,14 +238,10 @@ class Machine:
         return instance
 
     def _refuse_version(self, connection: int, wire_version: int, version: str) -> bool:
-        if wire_version == m.WIRE_VERSION:
-            return False
-        detail = (
-            f"the node (kvtide {self.config.version}) speaks version {m.WIRE_VERSION}, "
-            f"the engine (kvtide {version or 'unknown'}) version {wire_version}"
-        )
-        self._refuse(connection, OffReason.WIRE_VERSION, detail)
-        return True
+        fault = checks.version_fault(self.config.version, wire_version, version)
+        if fault:
+            self._refuse(connection, OffReason.WIRE_VERSION, fault)
+        return bool(fault)
 
     def _refuse(self, connection: int, reason: OffReason, detail: str) -> None:
         self._emit(Send(connection, m.Refused(reason, detail)))
@@ -448,12 +450,8 @@ class Machine:
             self.lookups.regions_opened(instance, self._now_ms)
 
     def _layouts_in_use(self) -> list[KVLayout]:
-        layouts = {
-            instance.layout: None
-            for instance in self.instances.values()
-            if instance.layout is not None and instance.off is None
-        }
-        return list(layouts)
+        in_use = [one.layout for one in self.instances.values() if one.off is None]
+        return list(dict.fromkeys(layout for layout in in_use if layout is not None))
 
     # ---- time and commands
 
