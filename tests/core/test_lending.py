@@ -1,5 +1,7 @@
 """Grants: cells are lent, answered by every writer, and come back whatever happens."""
 
+import tracemalloc
+
 import pytest
 
 from kvtide.core import messages as m
@@ -345,6 +347,37 @@ def test_a_dead_schedulers_grants_wait_for_its_workers(world: World) -> None:
     assert world.lent_cells() == 4, "the worker may be copying right now"
     engine.tell(0, m.Stored(grant, ok=True))
     at_rest(world)
+
+
+# ---- the check itself
+
+
+def test_a_check_sees_a_cell_that_is_lent_twice(world: World) -> None:
+    """Two tails of one region are made to share a cell."""
+    engine = engine_of(world)
+    engine.store(prompt(1, blocks=2))
+    engine.store(prompt(2, blocks=1))
+    long, short = world.machine.index.entries.values()
+    entries = world.machine.host.regions[100].entries
+    del entries[short.run[1]]
+    short.run = (100, long.run[1] + 1, 1, 9)
+    entries[short.run[1]] = short
+    with pytest.raises(AssertionError, match="lent twice"):
+        world.machine.check_integrity()
+
+
+def test_a_check_needs_little_memory(world: World) -> None:
+    """A node that holds a million chunks is checked without gigabytes: a byte for each cell."""
+    engine = engine_of(world, step_tokens=0)
+    for part in range(1, 60):
+        engine.store(prompt(part))
+    world.machine.check_integrity()
+    tracemalloc.start()
+    world.machine.lending.check_integrity()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    cells = sum(region.cells.cell_count for region in world.machine.host.regions.values())
+    assert peak < 20 * cells + 2 * KiB, (peak, cells)
 
 
 # ---- faulty offers

@@ -12,10 +12,14 @@ here, so those lists could never differ, except by a fault.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvtide.core.layout import KVLayout
 from kvtide.core.slots import RegionCells
 from kvtide.units import GiB, div_ceil
+
+if TYPE_CHECKING:
+    from kvtide.core.index import Entry
 
 REGIONS_PER_HOST = 32
 """A region is this part of the host: small enough to move, large enough to be few."""
@@ -54,6 +58,8 @@ class Region:
         self.cells = RegionCells(slot_count, layout.blocks_per_chunk)
         self.bytes = slot_count * layout.chunk_bytes
         """Bytes over all shards."""
+        self.entries: dict[int, Entry] = {}
+        """Whose cells they are, by the first of them: attached entries and loose ones."""
         self.is_ready = False
         self.ready_since_ms = 0
         self.is_leaving = False

@@ -395,7 +395,6 @@ class Index:
 
     def check_integrity(self) -> None:
         """Assert what the module's header says, over everything. Slow: for tests and doctor."""
-        children: dict[bytes, int] = {}
         for key, entry in self.entries.items():
             parent = entry.parent
             assert entry.key == key, "an entry under another key"
@@ -404,10 +403,13 @@ class Index:
             assert self.find(parent.key) is parent, "a parent that cannot be found"
             assert parent.is_held or not entry.is_held, "held behind something that is not"
             assert entry.in_heap or not entry.is_evictable, "evictable, but not in the heap"
-            children[parent.key] = children.get(parent.key, 0) + 1
-        holders: list[Entry | Root] = [*self.entries.values(), *self.roots.values()]
+        children = 0
+        holders = itertools.chain[Entry | Root](self.entries.values(), self.roots.values())
         for holder in holders:
-            assert holder.children == children.get(holder.key, 0), (holder.children, holder.key)
             below = radix.entries(holder.tree)
             assert all(entry.is_held and entry.parent is holder for entry in below), holder.key
-            assert len(below) + len(holder.storing or ()) == holder.children, holder.key
+            storing = holder.storing or []
+            assert all(entry.parent is holder for entry in storing), holder.key
+            assert len(below) + len(storing) == holder.children, holder.key
+            children += holder.children
+        assert children == len(self.entries), (children, len(self.entries))

@@ -13,6 +13,7 @@ still written or read).
 """
 
 from collections.abc import Callable
+from itertools import chain
 
 from kvtide.core import radix
 from kvtide.core.effects import Effect, SetGenerations
@@ -153,6 +154,7 @@ class Lending:
                 first_cell = region.cells.take(entry.blocks)
                 if first_cell is not None:
                     region.used_ms = entry.used_ms
+                    region.entries[first_cell] = entry
                     entry.run = (region.number, first_cell, entry.blocks, self._next_generation)
                     self._next_generation += 1
                     return True
@@ -321,32 +323,49 @@ class Lending:
             return
         self.loose.discard(entry)
         region, first_cell, count, _ = entry.run
+        del self._host.regions[region].entries[first_cell]
         self._host.regions[region].cells.give_back(first_cell, count)
 
     def pinned_entries(self) -> set[Entry]:
         """Entries that somebody uses, of all that have cells."""
-        return {entry for entry in [*self._index.entries.values(), *self.loose] if entry.pins}
+        return {entry for entry in chain(self._index.entries.values(), self.loose) if entry.pins}
 
     def check_integrity(self) -> None:
         """Assert that each lent cell has exactly one entry, and that the sums agree."""
-        lent: dict[int, int] = {}
-        cells: set[tuple[int, int]] = set()
-        for entry in [*self._index.entries.values(), *self.loose]:
-            number, first_cell, count, _ = entry.run
-            assert count == entry.blocks, (count, entry.blocks)
-            lent[number] = lent.get(number, 0) + count
-            cells.update((number, cell) for cell in range(first_cell, first_cell + count))
-        assert len(cells) == sum(lent.values()), "a cell is lent twice"
+        entry_count = 0
         for number, region in self._host.regions.items():
+            self._check_cells(region)
+            entry_count += len(region.entries)
             used = region.cells.cell_count - region.cells.free_cells
-            assert used == lent.pop(number, 0), (number, used)
-        assert not lent, f"entries in regions that do not exist: {lent}"
-        assert self.granted_bytes == sum(grant.bytes for grant in self.grants.values())
+            lent = sum(entry.blocks for entry in region.entries.values())
+            assert used == lent, (number, used, lent)
+        known = len(self._index.entries) + len(self.loose)
+        assert entry_count == known, (entry_count, known)
+        self._check_grants()
+
+    def _check_cells(self, region: Region) -> None:
+        """Assert that the entries of a region are known, and share no cell.
+
+        A byte for each cell of one region: a node that holds much has little to spare for this.
+        """
+        is_lent = bytearray(region.cells.cell_count)
+        for first_cell, entry in region.entries.items():
+            number, first, count, _ = entry.run
+            assert (number, first) == (region.number, first_cell), (entry.run, first_cell)
+            assert count == entry.blocks, (count, entry.blocks)
+            is_known = self._index.entries.get(entry.key) is entry or entry in self.loose
+            assert is_known, f"cells {first_cell}+{count} of region {number} are nobody's"
+            end = first_cell + count
+            assert is_lent.find(1, first_cell, end) < 0, f"lent twice: {entry.run}"
+            is_lent[first_cell:end] = b"\1" * count
+
+    def _check_grants(self) -> None:
+        assert len(self._grant_of) == len(self.grants), (len(self._grant_of), len(self.grants))
         granted_to: dict[str, int] = {}
         for grant in self.grants.values():
             granted_to[grant.engine_id] = granted_to.get(grant.engine_id, 0) + grant.bytes
         assert granted_to == self._granted_to, (granted_to, self._granted_to)
-        assert len(self._grant_of) == len(self.grants), (len(self._grant_of), len(self.grants))
+        assert self.granted_bytes == sum(granted_to.values()), self.granted_bytes
         for grant in self.grants.values():
             assert grant.waiting, f"grant {grant.number} waits for nobody"
             assert grant.has_failed != (grant.entry.is_attached), grant.number

@@ -83,8 +83,7 @@ class Regions:
     def _give_up(self, region: Region, now_ms: int) -> None:
         region.is_leaving = True
         region.leaving_since_ms = now_ms
-        inside = [entry for entry in self._index.entries.values() if entry.region == region.number]
-        for entry in inside:
+        for entry in list(region.entries.values()):
             if entry.is_attached:
                 self._lending.evict_below(entry, "moved")
                 self._lending.evict(entry, "moved")
