@@ -189,6 +189,8 @@ class Index:
         self.roots_max = IDLE_ROOTS_MAX
         """From so many roots on, those that nobody needs are looked for."""
         self.entries: dict[bytes, Entry] = {}
+        self.held_chunks = 0
+        self.held_tails = 0
         self.leased_bytes = 0
         """Bytes of all entries that leases keep, each counted once."""
         self._orders: dict[int, _Order] = {}  # by region; the one freshened last comes last
@@ -265,10 +267,17 @@ class Index:
         parent.storing.remove(entry)
         parent.storing = parent.storing or None
         entry.is_held = True
+        self._count_held(entry, 1)
         parent.tree = radix.insert(parent.tree, entry)
         self.reconsider(entry)
         shorter = radix.endings_above(parent.tree, entry)
         return [entry] if radix.is_covered(parent.tree, entry) else shorter
+
+    def _count_held(self, entry: Entry, more: int) -> None:
+        if entry.is_whole:
+            self.held_chunks += more
+        else:
+            self.held_tails += more
 
     def detach(self, entry: Entry) -> None:
         """Take a childless entry out of the index; it can no longer be found."""
@@ -278,6 +287,7 @@ class Index:
         assert parent is not None
         del self.entries[entry.key]
         if entry.is_held:
+            self._count_held(entry, -1)
             parent.tree = radix.remove(parent.tree, entry)
         else:
             assert parent.storing is not None
@@ -395,6 +405,7 @@ class Index:
 
     def check_integrity(self) -> None:
         """Assert what the module's header says, over everything. Slow: for tests and doctor."""
+        held = [0, 0]
         for key, entry in self.entries.items():
             parent = entry.parent
             assert entry.key == key, "an entry under another key"
@@ -403,6 +414,8 @@ class Index:
             assert self.find(parent.key) is parent, "a parent that cannot be found"
             assert parent.is_held or not entry.is_held, "held behind something that is not"
             assert entry.in_heap or not entry.is_evictable, "evictable, but not in the heap"
+            held[entry.is_whole] += entry.is_held
+        assert (self.held_tails, self.held_chunks) == tuple(held), held
         children = 0
         holders = itertools.chain[Entry | Root](self.entries.values(), self.roots.values())
         for holder in holders:
