@@ -92,13 +92,17 @@ def test_a_load_has_no_deadline(world: World, engine: Engine) -> None:
 
 
 def test_a_load_that_began_too_late_is_only_unprotected(world: World, engine: Engine) -> None:
-    """The lease had run out: nothing is held, and nothing is given back twice."""
+    """The lease had run out: nothing is held or given back twice, it is no error, and counted."""
     engine.store(prompt(1))
     match = leased(engine, prompt(1))
     world.tick(after_ms=LEASE_MS)
-    engine.say(m.LoadBegin(match.lease))
+    assert engine.say(m.LoadBegin(match.lease)) == []
     assert counts(world) == (0, 0)
-    engine.say(m.LoadEnd(match.lease, 4))
+    assert world.machine.counts["load.unprotected"] == 1
+    assert engine.say(m.LoadEnd(match.lease, 4)) == []
+    assert world.machine.counts["loaded_blocks"] == 4
+    engine.say(m.LoadBegin(leased(engine, prompt(1)).lease))
+    assert world.machine.counts["load.unprotected"] == 1
     world.machine.check_integrity()
 
 

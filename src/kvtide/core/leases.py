@@ -72,11 +72,13 @@ class Leases:
         self._lending.pin(lease.entry)
         return number
 
-    def begin_load(self, number: int, engine_id: str) -> None:
-        """The lease becomes a reference, which has no deadline."""
+    def begin_load(self, number: int, engine_id: str) -> bool:
+        """The lease becomes a reference, which has no deadline; whether it had not ended yet."""
         lease = self._leases.get(number)
-        if lease is not None and lease.engine_id == engine_id:
-            lease.ends_ms = None
+        if lease is None or lease.engine_id != engine_id:
+            return False
+        lease.ends_ms = None
+        return True
 
     def end(self, number: int, engine_id: str) -> None:
         """Release a lease or end a load; a number that is gone already changes nothing."""

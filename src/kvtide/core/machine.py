@@ -382,7 +382,8 @@ class Machine:
         self.leases.end(message.lease, self._instance(connection).engine_id)
 
     def _load_begin(self, connection: int, message: m.LoadBegin) -> None:
-        self.leases.begin_load(message.lease, self._instance(connection).engine_id)
+        if not self.leases.begin_load(message.lease, self._instance(connection).engine_id):
+            self._count("load.unprotected", 1)  # it may fail, which costs a recompute
 
     def _load_end(self, connection: int, message: m.LoadEnd) -> None:
         self.leases.end(message.lease, self._instance(connection).engine_id)
