@@ -8,6 +8,9 @@ Eviction takes leaves first, least recently used first: for each region a heap w
 entry that may be evicted, put right when it is popped (an item whose entry was used since goes
 back in). One for each region, since an engine can use only the cells of those that it has mapped.
 
+A cleared root is replaced by an empty one, so what is below it can no longer be reached, however
+much that is; it is taken away piece by piece.
+
 An entry matches only behind its own parent, so a lookup whose keys are no chain ends where they
 stop being one. Invariant: `children` counts every attached entry below, storing ones included.
 Links run both ways (parent ⇄ tree), so detaching cuts them: the collector is off in the node.
@@ -34,7 +37,17 @@ FRESHENED_MAX = 1_000
 class Root:
     """The start of chains: all entries below share fingerprint, epoch, salt and adapter."""
 
-    __slots__ = ("children", "epoch", "fingerprint", "key", "salt_digest", "storing", "tree")
+    __slots__ = (
+        "children",
+        "entry_count",
+        "epoch",
+        "fingerprint",
+        "is_cleared",
+        "key",
+        "salt_digest",
+        "storing",
+        "tree",
+    )
 
     is_held = True
 
@@ -44,8 +57,16 @@ class Root:
         self.epoch = epoch
         self.salt_digest = salt_digest
         self.children = 0
+        self.entry_count = 0
+        """All entries below."""
+        self.is_cleared = False
         self.tree: radix.Tree = None
         self.storing: list[Entry] | None = None
+
+    @property
+    def root(self) -> "Root":
+        """Itself, as for the entries below."""
+        return self
 
     def is_same(self, other: "Root") -> bool:
         """Whether two roots of one key stand for the same."""
@@ -68,6 +89,7 @@ class Entry:
         "leases",
         "parent",
         "pins",
+        "root",
         "run",
         "storing",
         "tree",
@@ -80,6 +102,7 @@ class Entry:
         self.key = key
         self.digests = digests
         self.parent: Entry | Root | None = parent
+        self.root: Root = parent.root
         self.layout = layout
         self.used_ms = used_ms
         self.run: Run = (0, 0, 0, 0)
@@ -197,8 +220,19 @@ class Index:
         self._sequence = itertools.count()
 
     def find(self, key: bytes) -> "Entry | Root | None":
-        """A root or an attached entry by its key."""
+        """A root or an attached entry by its key, cleared ones included."""
         return self.entries.get(key) or self.roots.get(key)
+
+    def reachable(self, key: bytes) -> "Entry | Root | None":
+        """A root or an attached entry by its key; none that was cleared."""
+        found = self.find(key)
+        return None if found is None or found.root.is_cleared else found
+
+    def clear(self, root: Root) -> None:
+        """Cut off all that is below a root: none of it is reachable any more."""
+        assert self.roots[root.key] is root, "cleared twice"
+        root.is_cleared = True
+        self.roots[root.key] = Root(root.key, root.fingerprint, root.epoch, root.salt_digest)
 
     def match(self, root: Root, keys: bytes, digests: bytes, now_ms: int) -> Matched:
         """The longest held prefix of a chain of chunk keys, then of the blocks behind them."""
@@ -236,6 +270,7 @@ class Index:
         assert parent is not None
         self.entries[entry.key] = entry
         parent.children += 1
+        entry.root.entry_count += 1
         if parent.storing is None:
             parent.storing = []
         parent.storing.append(entry)
@@ -294,6 +329,7 @@ class Index:
             parent.storing.remove(entry)
             parent.storing = parent.storing or None
         parent.children -= 1
+        entry.root.entry_count -= 1
         entry.is_attached = False
         if entry.leases and isinstance(parent, Entry):
             self.unlease(parent)
@@ -406,18 +442,24 @@ class Index:
     def check_integrity(self) -> None:
         """Assert what the module's header says, over everything. Slow: for tests and doctor."""
         held = [0, 0]
+        below_root = dict.fromkeys(self.roots.values(), 0)
         for key, entry in self.entries.items():
             parent = entry.parent
             assert entry.key == key, "an entry under another key"
             assert entry.is_attached, "a detached entry can be found"
             assert parent is not None, "an entry without a parent"
-            assert self.find(parent.key) is parent, "a parent that cannot be found"
+            is_found = parent.root.is_cleared or self.find(parent.key) is parent
+            assert is_found, "a parent that cannot be found"
+            assert entry.root is parent.root, "below another root than its parent"
+            below_root[entry.root] = below_root.get(entry.root, 0) + 1
             assert parent.is_held or not entry.is_held, "held behind something that is not"
             assert entry.in_heap or not entry.is_evictable, "evictable, but not in the heap"
             held[entry.is_whole] += entry.is_held
         assert (self.held_tails, self.held_chunks) == tuple(held), held
         children = 0
-        holders = itertools.chain[Entry | Root](self.entries.values(), self.roots.values())
+        for root, count in below_root.items():
+            assert root.entry_count == count, (root.entry_count, count)
+        holders = itertools.chain[Entry | Root](self.entries.values(), below_root)
         for holder in holders:
             below = radix.entries(holder.tree)
             assert all(entry.is_held and entry.parent is holder for entry in below), holder.key

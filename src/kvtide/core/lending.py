@@ -31,6 +31,9 @@ QUEUE_RATIO_MAX = 0.25
 QUEUES_RATIO_MAX = 0.50
 """What all engines together may be granted: each gets at most half of what the others leave of it,
 so one engine may have its quarter, and any number of hung ones leave something to the next."""
+CLEARED_STEPS_MAX = 10_000
+"""Steps at once of taking cleared entries away, of which each needs two: 15 ms, so that nobody
+waits long for an answer."""
 EVICTIONS_MAX = 64
 """Entries evicted for one run at most, so that an offer ends in bounded time."""
 
@@ -69,6 +72,8 @@ class Lending:
         self._granted_to: dict[str, int] = {}  # the same, by engine; nobody with nothing
         self.evicted: dict[str, int] = {"room": 0, "superseded": 0, "moved": 0, "cleared": 0}
         self.stored_blocks = 0
+        self._cleared: list[Root | Entry | radix.Fork] = []
+        """Cleared and not gone yet; a stack of holders, each below all that is known below it."""
         self._next_number = first_number
         self._next_generation = 1
 
@@ -113,8 +118,10 @@ class Lending:
         """What new entries of this engine may be stored behind."""
         if key in instance.roots:
             return self._index.roots[key]
-        parent = self._index.entries.get(key)
-        if parent is None or not parent.is_whole or parent.layout != instance.layout:
+        parent = self._index.reachable(key)
+        if not isinstance(parent, Entry) or not parent.is_whole:
+            return None
+        if parent.layout != instance.layout:
             return None
         parent.used_ms = now_ms
         return parent
@@ -133,7 +140,8 @@ class Lending:
     ) -> DropReason | None:
         """Find cells for the entry; a reason where there are none."""
         if self._index.find(entry.key) is not None:
-            return DropReason.NOT_ANCHORED  # one key for two places: the engine errs
+            # One key for two places: the engine errs, or the other is cleared and not gone yet.
+            return DropReason.NOT_ANCHORED
         size_bytes = entry.blocks * entry.layout.block_bytes
         if self.granted_to(instance.engine_id) + size_bytes > self.queue_bytes_max(instance):
             return DropReason.QUEUE_FULL
@@ -289,6 +297,39 @@ class Lending:
         """Take everything below away, leaves first."""
         for entry in self._index.below(holder):
             self.evict(entry, cause)
+
+    def clear(self, salt_digest: bytes | None) -> int:
+        """Clear all entries, or those of one salt; how many there were.
+
+        None of them is found from now on. A few are taken away at once, the others with time.
+        """
+        count = 0
+        for root in list(self._index.roots.values()):
+            if root.children and (salt_digest is None or root.salt_digest == salt_digest):
+                count += root.entry_count
+                self._index.clear(root)
+                self._cleared.append(root)
+        self.take_cleared_away()
+        return count
+
+    def take_cleared_away(self) -> None:
+        """Go on with what `clear` left, leaves first, in bounded time."""
+        waiting = self._cleared
+        for _ in range(CLEARED_STEPS_MAX):
+            if not waiting:
+                return
+            node = waiting[-1]
+            if isinstance(node, radix.Fork):
+                waiting.pop()
+                waiting += node.children.values()
+                waiting += [node.ending] if node.ending else []
+            elif node.children:
+                waiting += [node.tree] if node.tree else []
+                waiting += node.storing or []
+            else:
+                waiting.pop()
+                if isinstance(node, Entry) and node.is_attached:
+                    self.evict(node, "cleared")
 
     def _detach(self, entry: Entry) -> None:
         self._index.detach(entry)

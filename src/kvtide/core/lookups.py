@@ -72,7 +72,7 @@ class Lookups:
 
     def probe(self, instance: Instance, probe: m.Probe, now_ms: int) -> None:
         """Answer for the blocks of the one chunk behind a match."""
-        parent = self._index.find(probe.parent)
+        parent = self._index.reachable(probe.parent)
         matched = NOTHING
         if parent is not None and instance.layout is not None:
             matched = self._index.match_blocks(parent, probe.digests, now_ms)

@@ -457,6 +457,7 @@ class Machine:
     # ---- time and commands
 
     def _tick(self) -> None:
+        self.lending.take_cleared_away()
         self.leases.expire(self._now_ms)
         for instance in self.instances.values():
             self.lookups.expire(instance, self._now_ms)
@@ -478,12 +479,8 @@ class Machine:
             self._emit(End("no engine has been connected for linger_s", on_purpose=False))
 
     def clear(self, salt_digest: bytes | None) -> int:
-        """Take all entries away, or those of one salt; how many there were."""
-        before = len(self.index.entries)
-        for root in list(self.index.roots.values()):
-            if salt_digest is None or root.salt_digest == salt_digest:
-                self.lending.evict_below(root, "cleared")
-        return before - len(self.index.entries)
+        """Clear all entries, or those of one salt; how many there were."""
+        return self.lending.clear(salt_digest)
 
     def take_effects(self) -> list[Effect]:
         """Effects of a call that is not an event (`clear`)."""
