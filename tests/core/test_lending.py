@@ -373,7 +373,7 @@ def test_a_check_needs_little_memory(world: World) -> None:
         engine.store(prompt(part))
     world.machine.check_integrity()
     tracemalloc.start()
-    world.machine.lending.check_integrity()
+    world.machine.lending.check_integrity({})
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     cells = sum(region.cells.cell_count for region in world.machine.host.regions.values())

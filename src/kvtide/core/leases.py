@@ -6,10 +6,11 @@ load from failing, never from being wrong: generations do that. So a lease may s
 everything of an instance ends with its scheduler's connection.
 """
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from kvtide.core.index import Entry, Index, Root
+from kvtide.core.instances import Instance
 from kvtide.core.lending import Lending
 
 LEASE_MS = 2_000
@@ -109,8 +110,11 @@ class Leases:
         self._index.unlease(lease.entry)
         self._lending.unpin(lease.entry)
 
-    def check_integrity(self) -> None:
-        """Assert that pins and leases agree."""
+    def check_integrity(self, instances: Mapping[str, Instance]) -> None:
+        """Assert that pins and leases agree, and that whose they are is connected."""
+        for number, lease in self._leases.items():
+            instance = instances[lease.engine_id]
+            assert instance.connection is not None, f"lease {number} outlived a connection"
         pins: dict[Entry, int] = {}
         for lease in self._leases.values():
             pins[lease.entry] = pins.get(lease.entry, 0) + 1

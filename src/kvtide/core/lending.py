@@ -12,7 +12,7 @@ Invariant: a lent cell belongs to exactly one attached entry, or one *loose* ent
 still written or read).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 
 from kvtide.core import radix
@@ -371,8 +371,11 @@ class Lending:
         """Entries that somebody uses, of all that have cells."""
         return {entry for entry in chain(self._index.entries.values(), self.loose) if entry.pins}
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, instances: Mapping[str, Instance]) -> None:
         """Assert that each lent cell has exactly one entry, and that the sums agree."""
+        for grant in self.grants.values():
+            living = set(instances[grant.engine_id].workers.values())
+            assert grant.waiting <= living, f"grant {grant.number} waits for the dead"
         entry_count = 0
         for number, region in self._host.regions.items():
             self._check_cells(region)

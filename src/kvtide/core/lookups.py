@@ -8,7 +8,7 @@ A lookup is at most two messages: chunk keys first, then, where `Match.probe` sa
 worth it, the block digests of the one chunk behind.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvtide.core import messages as m
@@ -96,6 +96,17 @@ class Lookups:
     def forget(self, engine_id: str) -> None:
         """The scheduler's connection has ended: nobody waits any more."""
         self._waiting.pop(engine_id, None)
+
+    def check_integrity(self, instances: Mapping[str, Instance]) -> None:
+        """Assert that whoever waits is there to be answered, and waits for something."""
+        for engine_id, waiting in self._waiting.items():
+            assert waiting, engine_id
+            assert len(waiting) <= WAITING_MAX, (engine_id, len(waiting))
+            instance = instances[engine_id]
+            assert instance.connection is not None, f"{engine_id} waits, and is not connected"
+            for number, one in waiting.items():
+                assert one.lookup.number == number, (one.lookup.number, number)
+                assert one.region not in instance.open_regions, (engine_id, one.region)
 
     def _closed_region(self, instance: Instance, matched: Matched, now_ms: int) -> int | None:
         """The region of the first entry that this instance cannot read yet."""

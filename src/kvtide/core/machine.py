@@ -35,6 +35,7 @@ from kvtide.core.effects import (
 from kvtide.core.host import Host
 from kvtide.core.index import Index, Root
 from kvtide.core.instances import Instance, Worker
+from kvtide.core.instances import check_integrity as check_engines
 from kvtide.core.layout import KVLayout
 from kvtide.core.leases import Leases
 from kvtide.core.lending import Lending
@@ -491,5 +492,8 @@ class Machine:
         """Assert everything that can be asserted. Slow: for tests and `kvtide doctor`."""
         self.index.check_integrity()
         self.host.check_integrity()
-        self.lending.check_integrity()
-        self.leases.check_integrity()
+        check_engines(self.instances, self.peers)
+        self.lending.check_integrity(self.instances)
+        self.leases.check_integrity(self.instances)
+        self.regions.check_integrity(self.instances.values())
+        self.lookups.check_integrity(self.instances)

@@ -7,7 +7,7 @@ A worker holds a region from the offer on (it may be mapping it) until it says t
 is proven dead: only then is the memory given back, and never on a deadline.
 """
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Set
 
 from kvtide.core import messages as m
 from kvtide.core.effects import Effect, FreeRegion, MakeRegion, Note, Send, SendRegion
@@ -225,3 +225,22 @@ class Regions:
     def _forget(self, region: Region, worker: Worker) -> None:
         for holders in (region.offered, region.mapped, region.leave_asked):
             holders.discard(worker.number)
+
+    def check_integrity(self, instances: Collection[Instance]) -> None:
+        """Assert that only living workers have regions, and that what is open is mapped by all."""
+        living = {w.number: w for instance in instances for w in instance.workers.values()}
+        for number, worker in self._workers.items():
+            assert living.get(number) is worker, f"worker {number} has died"
+        for number, region in self._host.regions.items():
+            have = region.holders | region.refused.keys()
+            assert have <= self._workers.keys(), (number, have - self._workers.keys())
+            assert region.leave_asked <= region.holders, (number, region.leave_asked)
+            assert region.is_leaving or not region.leave_asked, (number, region.leave_asked)
+        for instance in instances:
+            wanted = self.open_to(instance) if instance.is_serving else set()
+            is_open = {
+                number
+                for number in instance.open_regions & self._host.regions.keys()
+                if not self._host.regions[number].is_leaving
+            }
+            assert is_open == wanted, (instance.engine_id, is_open, wanted)
