@@ -110,7 +110,8 @@ class NodeModel(RuleBasedStateMachine):
 
     def connect_worker(self, actor: Actor, rank: int) -> None:
         actor.worker_is_connected[rank] = True
-        actor.connect_worker(rank, grants_held=actor.held_by(rank))
+        mapping = len(actor.to_map[rank]) // 2
+        actor.connect_worker(rank, mapping=mapping, grants_held=actor.held_by(rank))
 
     @rule(which=pick, who=pick, what=st.sampled_from(["break", "break", "replace", "kill"]))
     def trouble(self, which: int, who: int, what: str) -> None:
@@ -385,13 +386,16 @@ class NodeModel(RuleBasedStateMachine):
         if actor:
             actor.maps = actor.leaves = is_quick
 
-    @rule(which=pick, rank=pick)
-    def get_round_to_it(self, which: int, rank: int) -> None:
-        """Between two steps a worker maps what it was offered, then leaves what it was told to."""
+    @rule(which=pick, rank=pick, is_able=st.booleans())
+    def get_round_to_it(self, which: int, rank: int, is_able: bool) -> None:
+        """Between two steps a worker maps what it was offered, or fails to, then leaves."""
         actor = self.some(which)
         if actor is None or not actor.worker_is_connected[rank % len(actor.workers)]:
             return
-        actor.map_now(rank % len(actor.workers))
+        if is_able:
+            actor.map_now(rank % len(actor.workers))
+        else:
+            actor.refuse_now(rank % len(actor.workers))
         actor.leave_now(rank % len(actor.workers))
         self.settle()
 
@@ -470,11 +474,9 @@ class NodeModel(RuleBasedStateMachine):
         assert machine.lending.loose == set()
         assert (machine.instances, machine.peers) == ({}, {})
         evictable = 0
-        layouts = {entry.layout for entry in machine.index.entries.values()}
-        for layout in sorted(layouts, key=lambda layout: layout.name):
-            while (entry := machine.index.next_to_evict(layout)) is not None:
-                evictable += entry.blocks
-                machine.lending.evict(entry, "room")
+        while (entry := machine.index.next_to_evict(machine.host.regions)) is not None:
+            evictable += entry.blocks
+            machine.lending.evict(entry, "room")
         machine.check_integrity()
         assert not machine.index.entries
         assert self.world.lent_cells() == 0, evictable

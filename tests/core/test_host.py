@@ -84,14 +84,33 @@ def test_room_ends_at_the_limit() -> None:
     assert not host.has_room(SMALL)
 
 
-def test_a_region_that_was_refused_is_not_asked_for_again() -> None:
-    """Until the limit is set anew, which says that memory may have become free."""
+def test_a_region_that_was_refused_is_not_asked_for_again_at_once() -> None:
+    """Until the pause is over, or the limit is set anew: memory may have become free."""
     host = host_of(64)
     grow(host, SMALL)
-    host.not_made(host.make(SMALL))
+    host.not_made(host.make(SMALL), 1_000, "no memory")
     assert not host.has_room(SMALL)
     assert host.reachable_bytes == host.allocated_bytes == 4 * SMALL.chunk_bytes
     host.limit(host.limit_bytes)
+    assert host.has_room(SMALL)
+
+
+def test_the_pause_after_a_refusal_doubles_until_the_machine_gives_something() -> None:
+    host = host_of(64)
+    now_ms, pauses = 0, []
+    for _ in range(8):
+        host.not_made(host.make(SMALL), now_ms, "no memory")
+        assert (host.reachable_bytes, host.refusal) == (0, "no memory")
+        start_ms = now_ms
+        while not host.reachable_bytes:
+            now_ms += 1_000
+            host.forget_refusal(now_ms)
+        pauses.append((now_ms - start_ms) // 1_000)
+    assert pauses == [10, 20, 40, 80, 160, 320, 320, 320]
+    host.made(host.make(SMALL), now_ms)
+    assert host.refusal == ""
+    host.not_made(host.make(SMALL), now_ms, "no memory")
+    host.forget_refusal(now_ms + 10_000)
     assert host.has_room(SMALL)
 
 
@@ -145,7 +164,7 @@ def test_the_fair_share_is_of_what_the_machine_gave() -> None:
     host = host_of(64)
     for _ in range(3):
         grow(host, SMALL)
-    host.not_made(host.make(OTHER))
+    host.not_made(host.make(OTHER), 0, "no memory")
     region = host.surplus(OTHER, 0)
     assert region is not None
     host.remove(region)

@@ -37,18 +37,18 @@ class Shelf:
     def short(self, word: str) -> bytes:
         return b"".join(digest[:INNER_DIGEST_BYTES] for digest in self.digests(word))
 
-    def storing(self, word: str, now_ms: int = 0) -> Entry:
+    def storing(self, word: str, now_ms: int = 0, region: int = 1) -> Entry:
         parent_word = word[: (len(word) - 1) // 4 * 4]
         parent = self.index.find(self.key(parent_word)) if parent_word else self.root
         assert parent is not None
         entry = Entry(self.key(word), self.short(word), parent, LAYOUT, now_ms)
-        entry.run = (1, 0, entry.blocks, 1)
+        entry.run = (region, 0, entry.blocks, 1)
         self.index.attach_storing(entry)
         self.index.check_integrity()
         return entry
 
-    def held(self, word: str, now_ms: int = 0) -> Entry:
-        entry = self.storing(word, now_ms)
+    def held(self, word: str, now_ms: int = 0, region: int = 1) -> Entry:
+        entry = self.storing(word, now_ms, region)
         self.copied(entry)
         return entry
 
@@ -178,7 +178,7 @@ def test_below_names_leaves_before_what_they_hang_on(shelf: Shelf) -> None:
 def evicted(shelf: Shelf) -> list[bytes]:
     """Evict everything that may be, in order."""
     order = []
-    while (entry := shelf.index.next_to_evict(LAYOUT)) is not None:
+    while (entry := shelf.index.next_to_evict([1])) is not None:
         shelf.index.detach(entry)
         shelf.index.check_integrity()
         order.append(entry.key)
@@ -233,8 +233,8 @@ def test_order_that_was_put_right_ahead_is_the_same(shelf: Shelf) -> None:
     for _ in range(3):
         shelf.index.freshen()
         shelf.index.check_integrity()
-    (heap,) = shelf.index._heaps.values()
-    assert heap[0][2].key == shelf.key(order[0])
+    (order_now,) = shelf.index._orders.values()
+    assert order_now.items[0][2].key == shelf.key(order[0])
     assert evicted(shelf) == keys_of(shelf, *order)
 
 
@@ -243,9 +243,24 @@ def test_items_of_entries_that_are_gone_do_not_pile_up(shelf: Shelf) -> None:
     for number in range(10_000):
         entry = shelf.held(f"{number:04}"[:4])
         shelf.index.detach(entry)
-    (heap,) = shelf.index._heaps.values()
-    assert len(heap) <= 65
-    assert shelf.index.next_to_evict(LAYOUT) is None
+    (order,) = shelf.index._orders.values()
+    assert len(order.items) <= 65
+    assert shelf.index.next_to_evict([1]) is None
+    shelf.index.freshen()
+    assert not shelf.index._orders, "nor do empty heaps of regions"
+
+
+def test_entries_are_evicted_from_the_regions_that_are_named(shelf: Shelf) -> None:
+    """Used in turns, in three regions; the oldest of the named ones goes, wherever it lies."""
+    for now_ms in range(12):
+        entry = shelf.held(f"{now_ms:04}", now_ms, region=now_ms % 3)
+    shelf.match("0001", now_ms=100)
+    order = []
+    while (entry := shelf.index.next_to_evict([2, 7, 1])) is not None:
+        shelf.index.detach(entry)
+        order.append(int(entry.used_ms))
+    assert order == [2, 4, 5, 7, 8, 10, 11, 100]
+    assert shelf.index.next_to_evict([0]) is not None
 
 
 def test_roots_that_nobody_needs_are_forgotten(
@@ -272,6 +287,7 @@ def test_a_detached_entry_is_freed_without_the_collector(shelf: Shelf) -> None:
     gc.disable()
     try:
         parent = Watched(shelf.key("tide"), shelf.short("tide"), shelf.root, LAYOUT, 0)
+        parent.run = (1, 0, 4, 1)
         shelf.index.attach_storing(parent)
         shelf.copied(parent)
         shelf.held("tidewa")
@@ -280,7 +296,7 @@ def test_a_detached_entry_is_freed_without_the_collector(shelf: Shelf) -> None:
         del parent
         assert gone() is not None
         evicted(shelf)
-        assert shelf.index.next_to_evict(LAYOUT) is None
+        assert shelf.index.next_to_evict([1]) is None
         assert gone() is None
     finally:
         gc.enable()

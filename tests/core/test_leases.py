@@ -2,11 +2,12 @@
 
 import pytest
 
+from kvtide.core import leases as leases_module
 from kvtide.core import messages as m
 from kvtide.core.leases import LEASE_MS
 from kvtide.core.reasons import DropReason
 from kvtide.units import KiB
-from tests.core.world import Engine, World, prompt
+from tests.core.world import CHUNK_BYTES, Engine, World, prompt
 
 
 @pytest.fixture
@@ -91,13 +92,17 @@ def test_a_load_has_no_deadline(world: World, engine: Engine) -> None:
 
 
 def test_a_load_that_began_too_late_is_only_unprotected(world: World, engine: Engine) -> None:
-    """The lease had run out: nothing is held, and nothing is given back twice."""
+    """The lease had run out: nothing is held or given back twice, it is no error, and counted."""
     engine.store(prompt(1))
     match = leased(engine, prompt(1))
     world.tick(after_ms=LEASE_MS)
-    engine.say(m.LoadBegin(match.lease))
+    assert engine.say(m.LoadBegin(match.lease)) == []
     assert counts(world) == (0, 0)
-    engine.say(m.LoadEnd(match.lease, 4))
+    assert world.machine.counts["load.unprotected"] == 1
+    assert engine.say(m.LoadEnd(match.lease, 4)) == []
+    assert world.machine.counts["loaded_blocks"] == 4
+    engine.say(m.LoadBegin(leased(engine, prompt(1)).lease))
+    assert world.machine.counts["load.unprotected"] == 1
     world.machine.check_integrity()
 
 
@@ -147,6 +152,49 @@ def test_above_three_quarters_of_the_host_answers_carry_no_lease(
     assert fill(engine) == [""] * 16
     engine.say(m.LeaseRelease(leases[0]))
     assert leased(engine, prompt(2)).lease
+
+
+def test_a_prefix_that_many_requests_share_is_pinned_once(world: World, engine: Engine) -> None:
+    """Eight of sixteen chunks are one prompt of all; each request goes on in its own way."""
+    shared = range(1, 9)
+    engine.store(prompt(*shared[:4]))
+    engine.store(prompt(*shared))
+    for part in (20, 21):
+        engine.store(prompt(*shared, part))
+    leases = [leased(engine, prompt(*shared)).lease for _ in range(48)]
+    assert world.machine.leases.pinned_bytes == 8 * CHUNK_BYTES
+    ends = [leased(engine, prompt(*shared, part)).lease for part in (20, 21, 21)]
+    assert world.machine.leases.pinned_bytes == 10 * CHUNK_BYTES
+    for lease in [*leases, ends[0]]:
+        engine.say(m.LeaseRelease(lease))
+    assert world.machine.leases.pinned_bytes == 9 * CHUNK_BYTES
+    world.tick(after_ms=LEASE_MS)
+    assert world.machine.leases.pinned_bytes == 0
+
+
+def test_a_cleared_chain_is_pinned_no_more_but_for_what_is_leased_itself(
+    world: World, engine: Engine
+) -> None:
+    engine.store(prompt(1, 2, 3))
+    lease = leased(engine, prompt(1, 2, 3)).lease
+    assert world.machine.leases.pinned_bytes == 3 * CHUNK_BYTES
+    world.machine.clear(None)
+    world.machine.check_integrity()
+    assert world.machine.leases.pinned_bytes == CHUNK_BYTES
+    engine.say(m.LeaseRelease(lease))
+    assert world.machine.leases.pinned_bytes == 0
+
+
+def test_the_number_of_leases_is_bounded(
+    world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases_module, "LEASES_MAX", 3)
+    engine.store(prompt(1))
+    for _ in range(3):
+        leased(engine, prompt(1))
+    match = engine.lookup(prompt(1), keeps=True)
+    assert isinstance(match, m.Match)
+    assert (match.chunks, match.lease) == (1, 0)
 
 
 def test_a_cleared_match_keeps_its_own_cells_until_the_lease_ends(

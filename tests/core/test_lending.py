@@ -1,5 +1,7 @@
 """Grants: cells are lent, answered by every writer, and come back whatever happens."""
 
+import tracemalloc
+
 import pytest
 
 from kvtide.core import messages as m
@@ -230,17 +232,33 @@ def test_grants_of_a_silent_worker_stay_lent(world: World) -> None:
     assert world.machine.lending.granted_bytes == 2 * CHUNK_BYTES
 
 
-def test_quarantine_counts_against_the_queue(world: World) -> None:
-    """A hung worker holds as much as the queue allows, and then nobody is granted more."""
-    engine = engine_of(world)
+def test_quarantine_counts_against_the_queue_of_its_own_engine(world: World) -> None:
+    """A hung worker holds as much as its engine's queue allows; then others still store."""
+    engine = engine_of(world, step_tokens=0)
     hung, granted = engine_of(world, "hung"), 0
     for part in range(1, 40):
         granted += len(hung.offer(prompt(part)).grants)
     assert granted * CHUNK_BYTES == world.machine.lending.granted_bytes == 256 * KiB
     hung.disconnect(hung.workers[0])
-    assert engine.offer(prompt(50)).outcomes == [DropReason.QUEUE_FULL]
+    hung.connect_worker(0, grants_held=list(world.machine.lending.grants))
+    assert hung.offer(prompt(50)).outcomes == [DropReason.QUEUE_FULL]
+    for part in range(60, 80):
+        assert engine.store(prompt(part)).outcomes == [""]
+    outcomes = [engine.offer(prompt(part)).outcomes[0] for part in range(80, 90)]
+    assert outcomes == [""] * 6 + [DropReason.QUEUE_FULL] * 4, "a tenth of the host, its own"
     hung.kill(hung.workers[0])
-    assert engine.offer(prompt(50)).outcomes == [""]
+    assert world.machine.lending.granted_bytes == 6 * CHUNK_BYTES
+
+
+def test_engines_with_large_steps_leave_something_to_the_next(world: World) -> None:
+    """Each may have half of what is left of half the host; the last of many, one chunk."""
+    engines = [engine_of(world, f"engine {number}") for number in range(7)]
+    granted = []
+    for number, engine in enumerate(engines):
+        outcomes = [engine.offer(prompt(100 * number + part)).outcomes[0] for part in range(1, 20)]
+        granted.append(outcomes.count(""))
+        assert set(outcomes[granted[-1] :]) == {DropReason.QUEUE_FULL}
+    assert granted == [16, 8, 4, 2, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -329,6 +347,37 @@ def test_a_dead_schedulers_grants_wait_for_its_workers(world: World) -> None:
     assert world.lent_cells() == 4, "the worker may be copying right now"
     engine.tell(0, m.Stored(grant, ok=True))
     at_rest(world)
+
+
+# ---- the check itself
+
+
+def test_a_check_sees_a_cell_that_is_lent_twice(world: World) -> None:
+    """Two tails of one region are made to share a cell."""
+    engine = engine_of(world)
+    engine.store(prompt(1, blocks=2))
+    engine.store(prompt(2, blocks=1))
+    long, short = world.machine.index.entries.values()
+    entries = world.machine.host.regions[100].entries
+    del entries[short.run[1]]
+    short.run = (100, long.run[1] + 1, 1, 9)
+    entries[short.run[1]] = short
+    with pytest.raises(AssertionError, match="lent twice"):
+        world.machine.check_integrity()
+
+
+def test_a_check_needs_little_memory(world: World) -> None:
+    """A node that holds a million chunks is checked without gigabytes: a byte for each cell."""
+    engine = engine_of(world, step_tokens=0)
+    for part in range(1, 60):
+        engine.store(prompt(part))
+    world.machine.check_integrity()
+    tracemalloc.start()
+    world.machine.lending.check_integrity({})
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    cells = sum(region.cells.cell_count for region in world.machine.host.regions.values())
+    assert peak < 20 * cells + 2 * KiB, (peak, cells)
 
 
 # ---- faulty offers

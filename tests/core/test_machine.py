@@ -136,6 +136,16 @@ def test_a_model_too_large_for_the_host_is_off_with_the_bytes(world: World) -> N
     assert not world.made
 
 
+def test_a_model_is_judged_by_the_hosts_size_not_by_a_passing_limit(world: World) -> None:
+    """Memory is short when the engine comes: it is served, and stores once there is some again."""
+    world.give(HostLimit(0))
+    engine = Engine(world).start()
+    assert off(engine) == ("", "")
+    assert engine.offer(prompt(1)).outcomes == [DropReason.NOT_MAPPED]
+    world.give(HostLimit(1024 * KiB))
+    assert engine.offer(prompt(1)).outcomes == [""]
+
+
 @pytest.mark.parametrize(
     ("hellos", "cell_bytes", "detail"),
     [
@@ -313,6 +323,20 @@ def test_any_connection_of_a_process_tells_of_its_death(world: World) -> None:
         world.give(ProcessDied(connections[use]))
         assert not world.machine.lending.grants
         world.give(ProcessDied(connections[1 - use]))
+
+
+def test_connections_of_a_process_do_not_pile_up(world: World) -> None:
+    """It reconnects a hundred times; the last but one is known still, for who watches by it."""
+    engine = Engine(world).start()
+    for _ in range(100):
+        before = (engine.scheduler, engine.workers[0])
+        for connection in before:
+            engine.disconnect(connection)
+        engine.connect_scheduler()
+        engine.connect_worker(0)
+        for old, new in zip(before, (engine.scheduler, engine.workers[0]), strict=True):
+            assert world.machine.peers[old] is world.machine.peers[new]
+    assert len(world.machine.peers) == 4
 
 
 def test_a_new_process_is_not_ended_by_the_late_word_of_an_old_one(world: World) -> None:

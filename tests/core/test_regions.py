@@ -95,6 +95,19 @@ def test_a_refused_region_is_asked_for_again_when_the_limit_is_set_anew(world: W
     assert world.machine.host.allocated_bytes == 3 * REGION_BYTES
 
 
+def test_a_host_that_was_refused_its_first_region_asks_again(world: World) -> None:
+    """Memory was short for a moment when the first engine came; ten seconds later it is not."""
+    world.memory_cells = 0
+    engine = Engine(world).start()
+    assert world.machine.host.reachable_bytes == 0
+    assert engine.offer(prompt(1)).outcomes == [DropReason.NOT_MAPPED]
+    world.memory_cells = None
+    world.tick(after_ms=9_999)
+    assert engine.offer(prompt(1)).outcomes == [DropReason.NOT_MAPPED]
+    world.tick(after_ms=1)
+    assert engine.offer(prompt(1)).outcomes == [""]
+
+
 def test_each_worker_gets_the_cells_of_its_own_shard() -> None:
     """Shards of unequal pages: three cell sizes, the same number of cells."""
     world = World(host_bytes=2048 * KiB)
@@ -111,21 +124,6 @@ def test_an_engine_of_the_same_layout_shares_the_regions(world: World) -> None:
     other = Engine(world, "other", model="another of the same shape").start()
     assert len(world.made) == 1
     assert other.offer(prompt(1)).outcomes == [""]
-
-
-def test_a_region_is_not_offered_again_to_a_worker_that_cannot_map_it(world: World) -> None:
-    """It refused: the engine does without, others do not."""
-    engine = Engine(world, workers=1)
-    engine.maps = False
-    engine.start()
-    (offer,) = world.offered[engine.workers[0]]
-    engine.tell(0, m.RegionFailed(offer.region, "no locked memory left " * 100))
-    other = Engine(world, "other").start()
-    assert len(world.offered[engine.workers[0]]) == 1
-    assert engine.offer(prompt(1)).outcomes == [DropReason.NOT_MAPPED]
-    assert other.offer(prompt(1)).outcomes == [""]
-    assert "cannot map region 100: no locked memory" in world.notes()[0]
-    assert len(world.notes()[0]) <= 500
 
 
 # ---- moving

@@ -140,6 +140,29 @@ def test_an_engine_evicts_only_what_it_can_write_to() -> None:
         assert engine.blocks_held(prompt(part)) == 4
 
 
+def test_older_leaves_that_an_engine_cannot_use_are_in_nobodys_way() -> None:
+    """More than it looks at for one run lie in regions that it has not mapped; later ones do."""
+    world = World(host_bytes=128 * 64 * KiB)
+    engine = engine_of(world)
+    late = engine_of(world, "late")
+    for part in range(1, 513):
+        world.now_ms += 10
+        engine.store(prompt(part))
+    first = engine.lookup(prompt(1))
+    assert isinstance(first, m.Match)
+    world.tick(after_ms=MAP_MS_MAX)
+    for part in range(1, 17):
+        world.now_ms += 10
+        assert engine.blocks_held(prompt(part)) == 4, "the first region's are the youngest"
+    for region in world.machine.host.regions:
+        if region != first.runs[0][0]:
+            late.mapped[0].discard(region)
+            late.maps = False
+            late.tell(0, m.RegionLeft(region))
+    for part in range(1, 9):
+        assert late.store(prompt(1_000 + part)).outcomes == [""]
+
+
 def test_an_engine_without_any_open_region_is_told_so(world: World) -> None:
     engine = Engine(world)
     engine.maps = False

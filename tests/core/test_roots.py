@@ -2,10 +2,12 @@
 
 import pytest
 
+from kvtide.core import lending as lending_module
 from kvtide.core import messages as m
 from kvtide.core.effects import Close
 from kvtide.core.instances import ROOTS_MAX
 from kvtide.core.keys import salt_digest
+from kvtide.core.reasons import DropReason
 from tests.core.world import Engine, World, prompt
 
 
@@ -75,6 +77,53 @@ def test_clear_by_salt_takes_only_what_that_salt_stored(world: World) -> None:
     assert world.machine.clear(salt_digest(None)) == 2
     assert [engine.blocks_held(prompt(1, 2), root) for root in roots.values()] == [0, 8, 0]
     assert world.machine.clear(None) == 2
+    assert world.lent_cells() == 0
+
+
+@pytest.fixture
+def slow_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five steps at once: as slow as where a million chunks are cleared."""
+    monkeypatch.setattr(lending_module, "CLEARED_STEPS_MAX", 5)
+
+
+@pytest.mark.usefixtures("slow_clear")
+def test_much_is_cleared_in_small_steps_and_found_no_more_from_the_first(world: World) -> None:
+    engine = Engine(world).start()
+    for part in range(1, 9):
+        engine.store(prompt(1, part, 10 + part, blocks=2))
+    before = world.lent_cells()
+    keys, digests = engine.chain(prompt(1, 2, 12, blocks=2))
+    assert world.machine.clear(None) == 17
+    assert before - world.lent_cells() < 10
+    assert engine.blocks_held(prompt(1, 2)) == 0
+    engine.say(m.Probe(99, engine.root, keys[0], digests[1]))
+    assert engine.last(m.Match).runs == [], "nor by the key of a chunk that was found before"
+    engine.say(m.StoreOffer(100, engine.root, keys[0], keys[1:2], digests[1:2]))
+    assert engine.last(m.StoreAnswer).outcomes == [DropReason.NOT_ANCHORED]
+    assert engine.store(prompt(9)).outcomes == [""]
+    assert world.machine.clear(None) == 1, "what was stored since"
+    freed = []
+    while world.lent_cells():
+        cells = world.lent_cells()
+        world.tick()
+        freed.append(cells - world.lent_cells())
+    assert max(freed) <= 5 * 4
+    assert world.machine.lending.evicted["cleared"] == 18
+    assert engine.store(prompt(1, 2)).outcomes == ["", ""]
+    assert engine.blocks_held(prompt(1, 2)) == 8
+
+
+@pytest.mark.usefixtures("slow_clear")
+def test_what_is_written_while_it_is_cleared_is_not_found(world: World) -> None:
+    engine = Engine(world).start()
+    for part in range(1, 9):
+        engine.store(prompt(part))
+    grants = engine.offer(prompt(1, 2)).grants
+    world.machine.clear(None)
+    engine.stored(grants)
+    assert engine.blocks_held(prompt(1, 2)) == 0
+    for _ in range(9):
+        world.tick()
     assert world.lent_cells() == 0
 
 

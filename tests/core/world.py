@@ -261,12 +261,16 @@ class Engine:
             "grants_held": [],
             "regions_mapped": sorted(self.mapped[rank]),
             "node": NODE,
+            "regions_mapping": list(self.to_map[rank]),
         }
         return m.WorkerHello(**(hello | changes))
 
-    def connect_worker(self, rank: int, **changes: Any) -> list[Effect]:
-        """A new connection of one worker; what was on its way to it is lost."""
-        self.to_map[rank].clear()
+    def connect_worker(self, rank: int, *, mapping: int = 0, **changes: Any) -> list[Effect]:
+        """A new connection of one worker; what was on its way to it is lost.
+
+        `mapping` of the regions offered to it had come already: it is mapping them.
+        """
+        del self.to_map[rank][mapping:]
         self.to_leave[rank].clear()
         self.workers[rank] = self.world.connect()
         self.world.owners[self.workers[rank]] = self
@@ -312,10 +316,17 @@ class Engine:
             self.mapped[rank].add(region)
             self.tell(rank, m.RegionOpen(region))
 
+    def refuse_now(self, rank: int = 0) -> None:
+        """A worker cannot map what it was offered."""
+        while self.to_map[rank]:
+            self.tell(rank, m.RegionFailed(self.to_map[rank].pop(0), "no locked memory left"))
+
     def leave_now(self, rank: int = 0) -> None:
         """A worker unmaps what it was told to leave."""
         while self.to_leave[rank]:
             region = self.to_leave[rank].pop(0)
+            if region in self.to_map[rank]:
+                self.to_map[rank].remove(region)
             self.mapped[rank].discard(region)
             self.tell(rank, m.RegionLeft(region))
 

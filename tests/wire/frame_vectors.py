@@ -16,7 +16,9 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.StoreOffer(7, KEY, KEY, [KEY, KEY], [DIGEST, DIGEST]),
     m.GrantReturn([1, 1 << 40]),
     m.Counts({"tokens.computed": 300}),
-    m.WorkerHello(1, "engine", b"life", 43, 1, 1, 2, True, 4096, {"x": [1]}, [9], [8], b"node"),
+    m.WorkerHello(
+        1, "engine", b"life", 43, 1, 1, 2, True, 4096, {"x": [1]}, [9], [8], b"node", [7]
+    ),
     m.RegionOpen(1 << 40),
     m.RegionFailed(2, "no memory"),
     m.RegionLeft(3),
@@ -84,11 +86,11 @@ GOLDEN = {
     "GrantReturn": "15000000090081a66772616e74739201cf0000010000000000",
     "Counts": "220000000a0081aa696e6372656d656e747381af746f6b656e732e636f6d7075746564cd012c",
     "WorkerHello": (
-        "a10000000b018dac776972655f76657273696f6e01a9656e67696e655f6964a6656e67696e65ab69"
+        "b30000000b018eac776972655f76657273696f6e01a9656e67696e655f6964a6656e67696e65ab69"
         "6e6361726e6174696f6ec4046c696665a37069642ba472616e6b01a5736861726401ab7368617264"
         "5f636f756e7402a969735f777269746572c3aa63656c6c5f6279746573cd1000a5666163747381a1"
         "789101ab6772616e74735f68656c649109ae726567696f6e735f6d61707065649108a46e6f6465c4"
-        "046e6f6465"
+        "046e6f6465af726567696f6e735f6d617070696e679107"
     ),
     "RegionOpen": "130000000c0081a6726567696f6ecf0000010000000000",
     "RegionFailed": "1c0000000d0082a6726567696f6e02a664657461696ca96e6f206d656d6f7279",

@@ -24,6 +24,16 @@ COUNT_NAMES_MAX = 256
 """Names of counters that an engine may send."""
 
 
+def version_fault(node_version: str, wire_version: int, version: str) -> str:
+    """Why a peer that speaks this version of the protocol is not understood; empty where it is."""
+    if wire_version == m.WIRE_VERSION:
+        return ""
+    return (
+        f"the node (kvtide {node_version}) speaks version {m.WIRE_VERSION}, "
+        f"the engine (kvtide {version or 'unknown'}) version {wire_version}"
+    )
+
+
 def check_scheduler(hello: m.SchedulerHello) -> None:
     """Judge the first words of a scheduler."""
     _check_process(hello.engine_id, hello.incarnation)

@@ -11,10 +11,15 @@ here, so those lists could never differ, except by a fault.
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvtide.core.layout import KVLayout
 from kvtide.core.slots import RegionCells
 from kvtide.units import GiB, div_ceil
+
+if TYPE_CHECKING:
+    from kvtide.core.index import Entry
 
 REGIONS_PER_HOST = 32
 """A region is this part of the host: small enough to move, large enough to be few."""
@@ -26,6 +31,22 @@ MAP_MS_MAX = 2_000
 """T_load: so long memory that an engine has not mapped yet counts as on its way to it."""
 LEAVE_MS_MAX = 10_000
 """A region that has been leaving for longer holds up no other: a worker or a load hangs."""
+REFUSED_MS_FIRST = 10_000
+REFUSED_MS_MAX = 320_000
+"""What the machine refused is asked for again after a pause that doubles from the first to this,
+until it gives something: memory that was short for a moment is not lost for the node's life."""
+REFUSED_REGIONS_MAX = 2
+"""So many empty regions that a worker could not map are kept of a layout: it would hardly map
+more, and until it is offered them again they are of use to its engine's neighbours only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A worker could not map a region; it is offered again later."""
+
+    text: str
+    pause_ms: int
+    until_ms: int
 
 
 class Region:
@@ -37,6 +58,8 @@ class Region:
         self.cells = RegionCells(slot_count, layout.blocks_per_chunk)
         self.bytes = slot_count * layout.chunk_bytes
         """Bytes over all shards."""
+        self.entries: dict[int, Entry] = {}
+        """Whose cells they are, by the first of them: attached entries and loose ones."""
         self.is_ready = False
         self.ready_since_ms = 0
         self.is_leaving = False
@@ -44,7 +67,9 @@ class Region:
         self.used_ms = 0
         self.offered: set[int] = set()  # workers told to map it, not answered
         self.mapped: set[int] = set()  # workers that have it mapped
-        self.refused: set[int] = set()  # workers that could not map it
+        self.refused: dict[int, Refusal] = {}  # living workers that could not map it
+        self.closed_since_ms: int | None = None
+        """Since when it is refused by somebody and open to nobody."""
         self.leave_asked: set[int] = set()  # workers told to unmap it, not answered
 
     @property
@@ -53,9 +78,14 @@ class Region:
         return self.mapped | self.offered
 
     @property
+    def is_unused(self) -> bool:
+        """No cell is lent."""
+        return self.cells.free_cells == self.cells.cell_count
+
+    @property
     def is_empty(self) -> bool:
         """No cell is lent and nobody holds a mapping."""
-        return self.cells.free_cells == self.cells.cell_count and not self.holders
+        return self.is_unused and not self.holders
 
 
 class Host:
@@ -70,7 +100,11 @@ class Host:
         """Bytes of all regions, those being made included."""
         self._of: dict[KVLayout, dict[int, Region]] = {}
         self._next_region = first_region
+        self.refusal = ""
+        """Why the machine gave no more when it was last asked; empty where it did."""
         self._refused_at_bytes: int | None = None
+        self._refused_until_ms = 0
+        self._refused_pause_ms = 0
 
     @property
     def reachable_bytes(self) -> int:
@@ -92,9 +126,14 @@ class Host:
         return sum(region.bytes for region in self.of(layout) if not region.is_leaving)
 
     def free_bytes(self, layout: KVLayout) -> int:
-        """Free cells of one layout in bytes, those of regions being made included."""
+        """Free cells of one layout in bytes, those of regions being made included.
+
+        What a worker could not map is not free: its engine is lent nothing there.
+        """
         free_cells = sum(
-            region.cells.free_cells for region in self.of(layout) if not region.is_leaving
+            region.cells.free_cells
+            for region in self.of(layout)
+            if not region.is_leaving and not region.refused
         )
         return free_cells * layout.block_bytes
 
@@ -118,7 +157,12 @@ class Host:
 
     def wants_region(self, layout: KVLayout) -> bool:
         """Whether the layout has less than half a region free, and none is being made."""
-        if self.is_growing(layout):
+        refused = [
+            region
+            for region in self.of(layout)
+            if region.refused and not region.is_leaving and region.is_unused
+        ]
+        if self.is_growing(layout) or len(refused) >= REFUSED_REGIONS_MAX:
             return False
         return self.free_bytes(layout) < div_ceil(self.region_bytes(layout), 2)
 
@@ -144,10 +188,26 @@ class Host:
             del self._of[region.layout]
         self.allocated_bytes -= region.bytes
 
-    def not_made(self, region: Region) -> None:
-        """The machine refused the memory: stay at the present size."""
+    def made(self, region: Region, now_ms: int) -> None:
+        """The region's memory is there: whatever was refused before, the machine has some."""
+        region.is_ready = True
+        region.ready_since_ms = now_ms
+        self.refusal = ""
+        self._refused_pause_ms = 0
+
+    def not_made(self, region: Region, now_ms: int, why: str) -> None:
+        """The machine refused the memory: stay at the present size for a while."""
         self.remove(region)
+        self.refusal = why
         self._refused_at_bytes = self.allocated_bytes
+        pause_ms = min(2 * self._refused_pause_ms, REFUSED_MS_MAX) or REFUSED_MS_FIRST
+        self._refused_pause_ms = pause_ms
+        self._refused_until_ms = now_ms + pause_ms
+
+    def forget_refusal(self, now_ms: int) -> None:
+        """Once the pause is over, the machine may be asked again."""
+        if now_ms >= self._refused_until_ms:
+            self._refused_at_bytes = None
 
     def limit(self, host_bytes: int) -> None:
         """Hold at most this much; a region refused before may be asked for again."""
@@ -209,6 +269,7 @@ class Host:
             assert region.number == number, (region.number, number)
             assert self._of[region.layout][number] is region, number
             assert not region.mapped & region.offered, (number, region.mapped, region.offered)
+            assert not region.mapped & region.refused.keys(), (number, region.mapped)
             assert region.is_ready or not region.holders, f"region {number} is not made yet"
             region.cells.check_integrity()
         assert sum(len(regions) for regions in self._of.values()) == len(self.regions)

@@ -4,8 +4,12 @@ An entry is *storing* from its grant until every shard is copied, then *held*; o
 match, and an entry is held only when its parent is, so whatever matches is whole up to the root.
 *Detached* entries can no longer be found; their cells come back when nobody uses them any more.
 
-Eviction takes leaves first, least recently used first: a heap with one item per entry that may
-be evicted, put right when it is popped (an item whose entry was used since goes back in).
+Eviction takes leaves first, least recently used first: for each region a heap with one item per
+entry that may be evicted, put right when it is popped (an item whose entry was used since goes
+back in). One for each region, since an engine can use only the cells of those that it has mapped.
+
+A cleared root is replaced by an empty one, so what is below it can no longer be reached, however
+much that is; it is taken away piece by piece.
 
 An entry matches only behind its own parent, so a lookup whose keys are no chain ends where they
 stop being one. Invariant: `children` counts every attached entry below, storing ones included.
@@ -14,6 +18,7 @@ Links run both ways (parent ⇄ tree), so detaching cuts them: the collector is 
 
 import heapq
 import itertools
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kvtide.core import radix
@@ -26,13 +31,23 @@ if TYPE_CHECKING:
 IDLE_ROOTS_MAX = 1 << 16
 """Roots kept without looking whether anybody needs them."""
 FRESHENED_MAX = 1_000
-"""Items of a heap that are put right in one tick: a millisecond's work at most."""
+"""Items of heaps that are put right in one tick: a millisecond's work at most."""
 
 
 class Root:
     """The start of chains: all entries below share fingerprint, epoch, salt and adapter."""
 
-    __slots__ = ("children", "epoch", "fingerprint", "key", "salt_digest", "storing", "tree")
+    __slots__ = (
+        "children",
+        "entry_count",
+        "epoch",
+        "fingerprint",
+        "is_cleared",
+        "key",
+        "salt_digest",
+        "storing",
+        "tree",
+    )
 
     is_held = True
 
@@ -42,8 +57,16 @@ class Root:
         self.epoch = epoch
         self.salt_digest = salt_digest
         self.children = 0
+        self.entry_count = 0
+        """All entries below."""
+        self.is_cleared = False
         self.tree: radix.Tree = None
         self.storing: list[Entry] | None = None
+
+    @property
+    def root(self) -> "Root":
+        """Itself, as for the entries below."""
+        return self
 
     def is_same(self, other: "Root") -> bool:
         """Whether two roots of one key stand for the same."""
@@ -63,8 +86,10 @@ class Entry:
         "is_held",
         "key",
         "layout",
+        "leases",
         "parent",
         "pins",
+        "root",
         "run",
         "storing",
         "tree",
@@ -77,11 +102,14 @@ class Entry:
         self.key = key
         self.digests = digests
         self.parent: Entry | Root | None = parent
+        self.root: Root = parent.root
         self.layout = layout
         self.used_ms = used_ms
         self.run: Run = (0, 0, 0, 0)
         self.children = 0
         self.pins = 0
+        self.leases = 0
+        """Its own leases, and the children that are leased: what keeps it from being evicted."""
         self.tree: radix.Tree = None
         self.storing: list[Entry] | None = None
         self.is_attached = True
@@ -136,6 +164,46 @@ class Matched:
         return Matched(self.entries[:end], 0, may_go_on=False)
 
 
+class _Order:
+    """The order of eviction in one region."""
+
+    __slots__ = ("dead_count", "items")
+
+    def __init__(self) -> None:
+        self.items: list[tuple[int, int, Entry]] = []
+        """A heap: when the entry was used, or earlier; a sequence number; the entry."""
+        self.dead_count = 0
+        """Items of entries that are detached."""
+
+    def add(self, entry: Entry, sequence: int) -> None:
+        entry.in_heap = True
+        heapq.heappush(self.items, (entry.used_ms, sequence, entry))
+
+    def put_right(self, sequence: Iterator[int], steps_max: int) -> int:
+        """Make the top true: put back what was used since, drop what may not go. Steps taken."""
+        for steps in range(steps_max):
+            if not self.items:
+                return steps
+            used_ms, _, entry = self.items[0]
+            if entry.is_evictable and entry.used_ms == used_ms:
+                return steps
+            heapq.heappop(self.items)
+            entry.in_heap = False
+            if entry.is_evictable:
+                self.add(entry, next(sequence))
+            elif not entry.is_attached:
+                self.dead_count -= 1
+        return steps_max
+
+    def bury(self) -> None:
+        """An entry was detached; rebuild a heap that is mostly items of entries already gone."""
+        self.dead_count += 1
+        if self.dead_count * 2 > max(64, len(self.items)):
+            self.items = [item for item in self.items if item[2].is_attached]
+            heapq.heapify(self.items)
+            self.dead_count = 0
+
+
 class Index:
     """All entries of the node, of every layout."""
 
@@ -144,13 +212,27 @@ class Index:
         self.roots_max = IDLE_ROOTS_MAX
         """From so many roots on, those that nobody needs are looked for."""
         self.entries: dict[bytes, Entry] = {}
-        self._heaps: dict[KVLayout, list[tuple[int, int, Entry]]] = {}
-        self._heap_dead: dict[KVLayout, int] = {}
+        self.held_chunks = 0
+        self.held_tails = 0
+        self.leased_bytes = 0
+        """Bytes of all entries that leases keep, each counted once."""
+        self._orders: dict[int, _Order] = {}  # by region; the one freshened last comes last
         self._sequence = itertools.count()
 
     def find(self, key: bytes) -> "Entry | Root | None":
-        """A root or an attached entry by its key."""
+        """A root or an attached entry by its key, cleared ones included."""
         return self.entries.get(key) or self.roots.get(key)
+
+    def reachable(self, key: bytes) -> "Entry | Root | None":
+        """A root or an attached entry by its key; none that was cleared."""
+        found = self.find(key)
+        return None if found is None or found.root.is_cleared else found
+
+    def clear(self, root: Root) -> None:
+        """Cut off all that is below a root: none of it is reachable any more."""
+        assert self.roots[root.key] is root, "cleared twice"
+        root.is_cleared = True
+        self.roots[root.key] = Root(root.key, root.fingerprint, root.epoch, root.salt_digest)
 
     def match(self, root: Root, keys: bytes, digests: bytes, now_ms: int) -> Matched:
         """The longest held prefix of a chain of chunk keys, then of the blocks behind them."""
@@ -188,6 +270,7 @@ class Index:
         assert parent is not None
         self.entries[entry.key] = entry
         parent.children += 1
+        entry.root.entry_count += 1
         if parent.storing is None:
             parent.storing = []
         parent.storing.append(entry)
@@ -219,10 +302,17 @@ class Index:
         parent.storing.remove(entry)
         parent.storing = parent.storing or None
         entry.is_held = True
+        self._count_held(entry, 1)
         parent.tree = radix.insert(parent.tree, entry)
         self.reconsider(entry)
         shorter = radix.endings_above(parent.tree, entry)
         return [entry] if radix.is_covered(parent.tree, entry) else shorter
+
+    def _count_held(self, entry: Entry, more: int) -> None:
+        if entry.is_whole:
+            self.held_chunks += more
+        else:
+            self.held_tails += more
 
     def detach(self, entry: Entry) -> None:
         """Take a childless entry out of the index; it can no longer be found."""
@@ -232,17 +322,20 @@ class Index:
         assert parent is not None
         del self.entries[entry.key]
         if entry.is_held:
+            self._count_held(entry, -1)
             parent.tree = radix.remove(parent.tree, entry)
         else:
             assert parent.storing is not None
             parent.storing.remove(entry)
             parent.storing = parent.storing or None
         parent.children -= 1
+        entry.root.entry_count -= 1
         entry.is_attached = False
+        if entry.leases and isinstance(parent, Entry):
+            self.unlease(parent)
         entry.parent = None
         if entry.in_heap:
-            self._heap_dead[entry.layout] = self._heap_dead.get(entry.layout, 0) + 1
-            self._sweep(entry.layout)
+            self._orders[entry.region].bury()
         if isinstance(parent, Entry):
             self.reconsider(parent)
 
@@ -265,24 +358,71 @@ class Index:
                 del self.roots[key]
         self.roots_max = max(IDLE_ROOTS_MAX, 2 * len(self.roots))
 
+    # ---- what leases keep
+
+    def unleased_bytes(self, entry: Entry) -> int:
+        """What a lease on this entry would keep of its chain, and none keeps yet."""
+        return self._climb_bytes(entry, lease_count=0)
+
+    def lease(self, entry: Entry) -> None:
+        """One lease more; its ancestors are kept with it. A chain's first costs its length."""
+        self.leased_bytes += self._climb_bytes(entry, lease_count=1)
+
+    def _climb_bytes(self, entry: Entry, lease_count: int) -> int:
+        """Add leases up to the first entry that had some; the bytes of those that had none."""
+        node: Entry | Root | None = entry
+        climbed = 0
+        while isinstance(node, Entry):
+            leases = node.leases
+            node.leases = leases + lease_count
+            if leases:
+                break
+            climbed += 1
+            node = node.parent
+        if not climbed:
+            return 0  # above the deepest, all are whole chunks of one layout
+        return entry.blocks * entry.layout.block_bytes + (climbed - 1) * entry.layout.chunk_bytes
+
+    def unlease(self, entry: Entry) -> None:
+        """One lease less, or one leased child."""
+        node: Entry | Root | None = entry
+        climbed = 0
+        while isinstance(node, Entry):
+            assert node.leases > 0, "leases ended more often than begun"
+            node.leases -= 1
+            if node.leases:
+                break
+            climbed += 1
+            node = node.parent
+        if climbed:
+            self.leased_bytes -= entry.blocks * entry.layout.block_bytes
+            self.leased_bytes -= (climbed - 1) * entry.layout.chunk_bytes
+
     # ---- order of eviction
 
     def reconsider(self, entry: Entry) -> None:
         """The entry may have become evictable: a lease ended, a child went, it became visible."""
         if entry.is_evictable and not entry.in_heap:
-            entry.in_heap = True
-            heap = self._heaps.setdefault(entry.layout, [])
-            heapq.heappush(heap, (entry.used_ms, next(self._sequence), entry))
+            order = self._orders.get(entry.region)
+            if order is None:
+                order = self._orders[entry.region] = _Order()
+            order.add(entry, next(self._sequence))
 
-    def next_to_evict(self, layout: KVLayout) -> Entry | None:
-        """Pop the evictable entry of this layout that was used longest ago."""
-        heap = self._heaps.get(layout)
-        if not heap:
+    def next_to_evict(self, regions: Iterable[int]) -> Entry | None:
+        """Pop the evictable entry in these regions that was used longest ago."""
+        best: _Order | None = None
+        for number in regions:
+            order = self._orders.get(number)
+            if order is None or not order.items:
+                continue
+            if best is not None and best.items[0] < order.items[0]:
+                continue  # a top is never younger than its heap, true or not
+            order.put_right(self._sequence, len(order.items))
+            if order.items and (best is None or order.items[0] < best.items[0]):
+                best = order
+        if best is None:
             return None
-        self._put_right(layout, steps_max=len(heap))
-        if not heap:
-            return None
-        used_ms, _, entry = heapq.heappop(heap)
+        used_ms, _, entry = heapq.heappop(best.items)
         assert entry.is_evictable, "the order of eviction is wrong"
         assert entry.used_ms == used_ms, (entry.used_ms, used_ms)
         entry.in_heap = False
@@ -290,48 +430,41 @@ class Index:
 
     def freshen(self) -> None:
         """Do some of the work of `next_to_evict` ahead, so that no store waits for all of it."""
-        for layout in self._heaps:
-            self._put_right(layout, FRESHENED_MAX)
-
-    def _put_right(self, layout: KVLayout, steps_max: int) -> None:
-        """Make the top of a heap true: put back what was used since, drop what may not go."""
-        heap = self._heaps[layout]
-        for _ in range(steps_max):
-            if not heap:
+        steps_left = FRESHENED_MAX
+        for number in list(self._orders):
+            if steps_left <= 0:
                 return
-            used_ms, _, entry = heap[0]
-            if entry.is_evictable and entry.used_ms == used_ms:
-                return
-            heapq.heappop(heap)
-            entry.in_heap = False
-            if entry.is_attached:
-                self.reconsider(entry)
-            else:
-                self._heap_dead[layout] -= 1
-
-    def _sweep(self, layout: KVLayout) -> None:
-        """Rebuild a heap that is mostly items of entries already gone."""
-        heap = self._heaps[layout]
-        if self._heap_dead.get(layout, 0) * 2 > max(64, len(heap)):
-            heap[:] = [item for item in heap if item[2].is_attached]
-            heapq.heapify(heap)
-            self._heap_dead[layout] = 0
+            order = self._orders.pop(number)
+            steps_left -= order.put_right(self._sequence, steps_left)
+            if order.items:
+                self._orders[number] = order
 
     def check_integrity(self) -> None:
         """Assert what the module's header says, over everything. Slow: for tests and doctor."""
-        children: dict[bytes, int] = {}
+        held = [0, 0]
+        below_root = dict.fromkeys(self.roots.values(), 0)
         for key, entry in self.entries.items():
             parent = entry.parent
             assert entry.key == key, "an entry under another key"
             assert entry.is_attached, "a detached entry can be found"
             assert parent is not None, "an entry without a parent"
-            assert self.find(parent.key) is parent, "a parent that cannot be found"
+            is_found = parent.root.is_cleared or self.find(parent.key) is parent
+            assert is_found, "a parent that cannot be found"
+            assert entry.root is parent.root, "below another root than its parent"
+            below_root[entry.root] = below_root.get(entry.root, 0) + 1
             assert parent.is_held or not entry.is_held, "held behind something that is not"
             assert entry.in_heap or not entry.is_evictable, "evictable, but not in the heap"
-            children[parent.key] = children.get(parent.key, 0) + 1
-        holders: list[Entry | Root] = [*self.entries.values(), *self.roots.values()]
+            held[entry.is_whole] += entry.is_held
+        assert (self.held_tails, self.held_chunks) == tuple(held), held
+        children = 0
+        for root, count in below_root.items():
+            assert root.entry_count == count, (root.entry_count, count)
+        holders = itertools.chain[Entry | Root](self.entries.values(), below_root)
         for holder in holders:
-            assert holder.children == children.get(holder.key, 0), (holder.children, holder.key)
             below = radix.entries(holder.tree)
             assert all(entry.is_held and entry.parent is holder for entry in below), holder.key
-            assert len(below) + len(holder.storing or ()) == holder.children, holder.key
+            storing = holder.storing or []
+            assert all(entry.parent is holder for entry in storing), holder.key
+            assert len(below) + len(storing) == holder.children, holder.key
+            children += holder.children
+        assert children == len(self.entries), (children, len(self.entries))

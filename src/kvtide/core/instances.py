@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kvtide.core.messages import Identity, SchedulerHello, WorkerHello
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvtide.core.layout import KVLayout
     from kvtide.core.reasons import Off
 
@@ -124,3 +126,31 @@ class Instance:
         self.roots[key] = None
         if len(self.roots) > ROOTS_MAX:
             del self.roots[next(iter(self.roots))]
+
+
+def check_integrity(
+    instances: "Mapping[str, Instance]", peers: "Mapping[int, Instance | Worker]"
+) -> None:
+    """Assert that connections, processes and engines agree about one another."""
+    known: dict[Instance | Worker, int] = {}
+    for number, peer in peers.items():
+        known[peer] = known.get(peer, 0) + 1
+        assert known[peer] <= 2, f"connection {number} is the third of one process"
+        instance = instances.get(peer.engine_id)
+        own = [instance, *instance.workers.values()] if instance else []
+        assert peer in own, f"connection {number} belongs to no process of an engine"
+    for engine_id, instance in instances.items():
+        assert instance.engine_id == engine_id, (instance.engine_id, engine_id)
+        assert not instance.is_gone, engine_id
+        assert (instance.hello is not None) == instance.is_scheduler_alive, engine_id
+        assert instance.is_scheduler_alive == (instance in known), engine_id
+        if instance.connection is None:
+            assert instance.layout is None, engine_id
+            assert not instance.roots, engine_id
+        processes: list[Instance | Worker] = [instance, *instance.workers.values()]
+        for one in processes:
+            is_known = one.connection is None or peers.get(one.connection) is one
+            assert is_known, (engine_id, one.connection)
+        for rank, worker in instance.workers.items():
+            assert worker.rank == rank, (worker.rank, rank)
+            assert worker in known, f"rank {rank} of {engine_id} has no connection to die by"

@@ -1,19 +1,24 @@
 """Leases and load references: what keeps a match from being evicted before it is copied.
 
 Both hang on the deepest entry of a match; eviction takes leaves first, so its ancestors are safe
-behind it. They only keep a load from failing, never from being wrong: generations do that. So a
-lease may simply run out, and everything of an instance ends with its scheduler's connection.
+behind it; what is kept is counted once, however many requests share a prefix. They only keep a
+load from failing, never from being wrong: generations do that. So a lease may simply run out, and
+everything of an instance ends with its scheduler's connection.
 """
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from kvtide.core.index import Entry
+from kvtide.core.index import Entry, Index, Root
+from kvtide.core.instances import Instance
 from kvtide.core.lending import Lending
 
 LEASE_MS = 2_000
 PINNED_RATIO_MAX = 0.75
 """B_pin: above this share of the host, answers carry no lease."""
+LEASES_MAX = 1 << 16
+"""Leases and loads at once: above, answers carry none, so that an engine which never ends its
+loads costs a bounded number of them."""
 
 
 @dataclass(slots=True)
@@ -23,20 +28,23 @@ class Lease:
     entry: Entry
     regions: Set[int]
     engine_id: str
-    chain_bytes: int
     ends_ms: int | None
 
 
 class Leases:
     """All leases of the node."""
 
-    def __init__(self, lending: Lending, first_number: int = 1) -> None:
+    def __init__(self, index: Index, lending: Lending, first_number: int = 1) -> None:
         """`first_number` starts the leases' numbers: random for each node, like the grants'."""
+        self._index = index
         self._lending = lending
         self._leases: dict[int, Lease] = {}
         self._next_number = first_number
-        self.pinned_bytes = 0
-        """Upper bound: what two leases share counts twice."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the entries that leases and loads keep, each counted once."""
+        return self._index.leased_bytes
 
     def counts(self, engine_id: str | None = None) -> tuple[int, int]:
         """How many leases and how many load references there are."""
@@ -49,21 +57,29 @@ class Leases:
         return len(mine) - loads, loads
 
     def take(self, lease: Lease, host_bytes: int) -> int:
-        """Protect a match; the lease's number, or 0 where too much is pinned already."""
-        if self.pinned_bytes + lease.chain_bytes > host_bytes * PINNED_RATIO_MAX:
+        """Protect a match; the lease's number, or 0 where too much is pinned already.
+
+        What others keep already costs nothing more.
+        """
+        if len(self._leases) >= LEASES_MAX:
+            return 0
+        more_bytes = self._index.unleased_bytes(lease.entry)
+        if more_bytes and self.pinned_bytes + more_bytes > host_bytes * PINNED_RATIO_MAX:
             return 0
         number = self._next_number
         self._next_number += 1
         self._leases[number] = lease
-        self.pinned_bytes += lease.chain_bytes
+        self._index.lease(lease.entry)
         self._lending.pin(lease.entry)
         return number
 
-    def begin_load(self, number: int, engine_id: str) -> None:
-        """The lease becomes a reference, which has no deadline."""
+    def begin_load(self, number: int, engine_id: str) -> bool:
+        """The lease becomes a reference, which has no deadline; whether it had not ended yet."""
         lease = self._leases.get(number)
-        if lease is not None and lease.engine_id == engine_id:
-            lease.ends_ms = None
+        if lease is None or lease.engine_id != engine_id:
+            return False
+        lease.ends_ms = None
+        return True
 
     def end(self, number: int, engine_id: str) -> None:
         """Release a lease or end a load; a number that is gone already changes nothing."""
@@ -91,15 +107,31 @@ class Leases:
 
     def _drop(self, number: int) -> None:
         lease = self._leases.pop(number)
-        self.pinned_bytes -= lease.chain_bytes
+        self._index.unlease(lease.entry)
         self._lending.unpin(lease.entry)
 
-    def check_integrity(self) -> None:
-        """Assert that pins and leases agree."""
+    def check_integrity(self, instances: Mapping[str, Instance]) -> None:
+        """Assert that pins and leases agree, and that whose they are is connected."""
+        for number, lease in self._leases.items():
+            instance = instances[lease.engine_id]
+            assert instance.connection is not None, f"lease {number} outlived a connection"
         pins: dict[Entry, int] = {}
         for lease in self._leases.values():
             pins[lease.entry] = pins.get(lease.entry, 0) + 1
         for entry, count in pins.items():
             assert entry.pins == count, (entry.pins, count)
         assert self._lending.pinned_entries() == pins.keys(), "pinned, but not by a lease"
-        assert self.pinned_bytes == sum(lease.chain_bytes for lease in self._leases.values())
+        kept = dict(pins)
+        for entry in pins:
+            node: Entry | Root | None = entry.parent
+            while isinstance(node, Entry):
+                kept[node] = kept.get(node, 0) + 1
+                if kept[node] > 1:
+                    break
+                node = node.parent
+        kept_bytes = sum(entry.blocks * entry.layout.block_bytes for entry in kept)
+        assert self.pinned_bytes == kept_bytes, (self.pinned_bytes, kept_bytes)
+        for entry, count in kept.items():
+            assert entry.leases == count, (entry.leases, count)
+        leased = sum(1 for entry in self._index.entries.values() if entry.leases)
+        assert leased <= len(kept), "leased, but by no lease"

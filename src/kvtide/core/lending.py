@@ -5,13 +5,15 @@
 
 A cell comes back when nobody can write it any more: every writer has answered, or is proven dead,
 or the grant was returned before it was planned. Cells that wait for a silent writer are in
-quarantine; they count against the queue, so a hung worker bounds what it can take.
+quarantine; they count against their own engine's queue, so a hung worker bounds what it can take
+and what its engine may store, not what others may.
 
 Invariant: a lent cell belongs to exactly one attached entry, or one *loose* entry (detached, but
 still written or read).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import chain
 
 from kvtide.core import radix
 from kvtide.core.effects import Effect, SetGenerations
@@ -26,6 +28,12 @@ HELD = "held"
 
 QUEUE_RATIO = 0.10
 QUEUE_RATIO_MAX = 0.25
+QUEUES_RATIO_MAX = 0.50
+"""What all engines together may be granted: each gets at most half of what the others leave of it,
+so one engine may have its quarter, and any number of hung ones leave something to the next."""
+CLEARED_STEPS_MAX = 10_000
+"""Steps at once of taking cleared entries away, of which each needs two: 15 ms, so that nobody
+waits long for an answer."""
 EVICTIONS_MAX = 64
 """Entries evicted for one run at most, so that an offer ends in bounded time."""
 
@@ -61,8 +69,11 @@ class Lending:
         self._grant_of: dict[Entry, Grant] = {}
         self.loose: set[Entry] = set()
         self.granted_bytes = 0
+        self._granted_to: dict[str, int] = {}  # the same, by engine; nobody with nothing
         self.evicted: dict[str, int] = {"room": 0, "superseded": 0, "moved": 0, "cleared": 0}
         self.stored_blocks = 0
+        self._cleared: list[Root | Entry | radix.Fork] = []
+        """Cleared and not gone yet; a stack of holders, each below all that is known below it."""
         self._next_number = first_number
         self._next_generation = 1
 
@@ -107,8 +118,10 @@ class Lending:
         """What new entries of this engine may be stored behind."""
         if key in instance.roots:
             return self._index.roots[key]
-        parent = self._index.entries.get(key)
-        if parent is None or not parent.is_whole or parent.layout != instance.layout:
+        parent = self._index.reachable(key)
+        if not isinstance(parent, Entry) or not parent.is_whole:
+            return None
+        if parent.layout != instance.layout:
             return None
         parent.used_ms = now_ms
         return parent
@@ -127,9 +140,10 @@ class Lending:
     ) -> DropReason | None:
         """Find cells for the entry; a reason where there are none."""
         if self._index.find(entry.key) is not None:
-            return DropReason.NOT_ANCHORED  # one key for two places: the engine errs
+            # One key for two places: the engine errs, or the other is cleared and not gone yet.
+            return DropReason.NOT_ANCHORED
         size_bytes = entry.blocks * entry.layout.block_bytes
-        if self.granted_bytes + size_bytes > self.queue_bytes_max(instance):
+        if self.granted_to(instance.engine_id) + size_bytes > self.queue_bytes_max(instance):
             return DropReason.QUEUE_FULL
         if not regions:
             return DropReason.NOT_MAPPED
@@ -148,12 +162,13 @@ class Lending:
                 first_cell = region.cells.take(entry.blocks)
                 if first_cell is not None:
                     region.used_ms = entry.used_ms
+                    region.entries[first_cell] = entry
                     entry.run = (region.number, first_cell, entry.blocks, self._next_generation)
                     self._next_generation += 1
                     return True
             if evictions == EVICTIONS_MAX or self._is_growing(entry, instance):
                 return False
-            if not self._evict_for(entry, instance):
+            if not self._evict_for(instance):
                 return False
             evictions += 1
 
@@ -169,18 +184,9 @@ class Lending:
             if not region.is_leaving
         )
 
-    def _evict_for(self, entry: Entry, instance: Instance) -> bool:
+    def _evict_for(self, instance: Instance) -> bool:
         """Evict the oldest leaf whose cells this instance can use; whether there was one."""
-        passed_over = []
-        victim = None
-        for _ in range(EVICTIONS_MAX):
-            candidate = self._index.next_to_evict(entry.layout)
-            if candidate is None or candidate.region in instance.open_regions:
-                victim = candidate
-                break
-            passed_over.append(candidate)
-        for other in passed_over:
-            self._index.reconsider(other)
+        victim = self._index.next_to_evict(instance.open_regions)
         if victim is None:
             return False
         self.evict(victim, "room")
@@ -191,20 +197,36 @@ class Lending:
         self._next_number += 1
         self.grants[grant.number] = grant
         self._grant_of[entry] = grant
-        self.granted_bytes += grant.bytes
+        self._count_granted(grant.engine_id, grant.bytes)
         self._index.attach_storing(entry)
         self._emit(SetGenerations(*entry.run))
         return grant
 
+    def granted_to(self, engine_id: str) -> int:
+        """Bytes granted to one engine and not yet answered, quarantine included."""
+        return self._granted_to.get(engine_id, 0)
+
+    def _count_granted(self, engine_id: str, more_bytes: int) -> None:
+        self.granted_bytes += more_bytes
+        mine = self._granted_to.pop(engine_id, 0) + more_bytes
+        if mine:
+            self._granted_to[engine_id] = mine
+
     def queue_bytes_max(self, instance: Instance) -> int:
-        """B_queue of the contract: bytes granted and not yet answered, quarantine included."""
+        """B_queue of the contract, for one engine's grants, quarantine included.
+
+        It is the engine's own: what others hold, hung or with larger steps, only halves what is
+        left of the common bound, and one chunk is always allowed.
+        """
         host_bytes = self._host.limit_bytes
         identity, layout = instance.identity, instance.layout
         assert identity is not None, instance.engine_id
         assert layout is not None, instance.engine_id
         step_bytes = identity.step_tokens // layout.block_tokens * layout.block_bytes
         wanted = max(int(host_bytes * QUEUE_RATIO), step_bytes)
-        return max(min(wanted, int(host_bytes * QUEUE_RATIO_MAX)), layout.chunk_bytes)
+        others = self.granted_bytes - self.granted_to(instance.engine_id)
+        left = (int(host_bytes * QUEUES_RATIO_MAX) - others) // 2
+        return max(min(wanted, int(host_bytes * QUEUE_RATIO_MAX), left), layout.chunk_bytes)
 
     # ---- answers
 
@@ -255,7 +277,7 @@ class Lending:
             return
         del self.grants[grant.number]
         del self._grant_of[grant.entry]
-        self.granted_bytes -= grant.bytes
+        self._count_granted(grant.engine_id, -grant.bytes)
         if grant.entry.is_attached:
             self.stored_blocks += grant.entry.blocks
             for other in self._index.copied(grant.entry):
@@ -275,6 +297,39 @@ class Lending:
         """Take everything below away, leaves first."""
         for entry in self._index.below(holder):
             self.evict(entry, cause)
+
+    def clear(self, salt_digest: bytes | None) -> int:
+        """Clear all entries, or those of one salt; how many there were.
+
+        None of them is found from now on. A few are taken away at once, the others with time.
+        """
+        count = 0
+        for root in list(self._index.roots.values()):
+            if root.children and (salt_digest is None or root.salt_digest == salt_digest):
+                count += root.entry_count
+                self._index.clear(root)
+                self._cleared.append(root)
+        self.take_cleared_away()
+        return count
+
+    def take_cleared_away(self) -> None:
+        """Go on with what `clear` left, leaves first, in bounded time."""
+        waiting = self._cleared
+        for _ in range(CLEARED_STEPS_MAX):
+            if not waiting:
+                return
+            node = waiting[-1]
+            if isinstance(node, radix.Fork):
+                waiting.pop()
+                waiting += node.children.values()
+                waiting += [node.ending] if node.ending else []
+            elif node.children:
+                waiting += [node.tree] if node.tree else []
+                waiting += node.storing or []
+            else:
+                waiting.pop()
+                if isinstance(node, Entry) and node.is_attached:
+                    self.evict(node, "cleared")
 
     def _detach(self, entry: Entry) -> None:
         self._index.detach(entry)
@@ -309,28 +364,52 @@ class Lending:
             return
         self.loose.discard(entry)
         region, first_cell, count, _ = entry.run
+        del self._host.regions[region].entries[first_cell]
         self._host.regions[region].cells.give_back(first_cell, count)
 
     def pinned_entries(self) -> set[Entry]:
         """Entries that somebody uses, of all that have cells."""
-        return {entry for entry in [*self._index.entries.values(), *self.loose] if entry.pins}
+        return {entry for entry in chain(self._index.entries.values(), self.loose) if entry.pins}
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, instances: Mapping[str, Instance]) -> None:
         """Assert that each lent cell has exactly one entry, and that the sums agree."""
-        lent: dict[int, int] = {}
-        cells: set[tuple[int, int]] = set()
-        for entry in [*self._index.entries.values(), *self.loose]:
-            number, first_cell, count, _ = entry.run
-            assert count == entry.blocks, (count, entry.blocks)
-            lent[number] = lent.get(number, 0) + count
-            cells.update((number, cell) for cell in range(first_cell, first_cell + count))
-        assert len(cells) == sum(lent.values()), "a cell is lent twice"
+        for grant in self.grants.values():
+            living = set(instances[grant.engine_id].workers.values())
+            assert grant.waiting <= living, f"grant {grant.number} waits for the dead"
+        entry_count = 0
         for number, region in self._host.regions.items():
+            self._check_cells(region)
+            entry_count += len(region.entries)
             used = region.cells.cell_count - region.cells.free_cells
-            assert used == lent.pop(number, 0), (number, used)
-        assert not lent, f"entries in regions that do not exist: {lent}"
-        assert self.granted_bytes == sum(grant.bytes for grant in self.grants.values())
+            lent = sum(entry.blocks for entry in region.entries.values())
+            assert used == lent, (number, used, lent)
+        known = len(self._index.entries) + len(self.loose)
+        assert entry_count == known, (entry_count, known)
+        self._check_grants()
+
+    def _check_cells(self, region: Region) -> None:
+        """Assert that the entries of a region are known, and share no cell.
+
+        A byte for each cell of one region: a node that holds much has little to spare for this.
+        """
+        is_lent = bytearray(region.cells.cell_count)
+        for first_cell, entry in region.entries.items():
+            number, first, count, _ = entry.run
+            assert (number, first) == (region.number, first_cell), (entry.run, first_cell)
+            assert count == entry.blocks, (count, entry.blocks)
+            is_known = self._index.entries.get(entry.key) is entry or entry in self.loose
+            assert is_known, f"cells {first_cell}+{count} of region {number} are nobody's"
+            end = first_cell + count
+            assert is_lent.find(1, first_cell, end) < 0, f"lent twice: {entry.run}"
+            is_lent[first_cell:end] = b"\1" * count
+
+    def _check_grants(self) -> None:
         assert len(self._grant_of) == len(self.grants), (len(self._grant_of), len(self.grants))
+        granted_to: dict[str, int] = {}
+        for grant in self.grants.values():
+            granted_to[grant.engine_id] = granted_to.get(grant.engine_id, 0) + grant.bytes
+        assert granted_to == self._granted_to, (granted_to, self._granted_to)
+        assert self.granted_bytes == sum(granted_to.values()), self.granted_bytes
         for grant in self.grants.values():
             assert grant.waiting, f"grant {grant.number} waits for nobody"
             assert grant.has_failed != (grant.entry.is_attached), grant.number

@@ -8,7 +8,7 @@ A lookup is at most two messages: chunk keys first, then, where `Match.probe` sa
 worth it, the block digests of the one chunk behind.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvtide.core import messages as m
@@ -72,7 +72,7 @@ class Lookups:
 
     def probe(self, instance: Instance, probe: m.Probe, now_ms: int) -> None:
         """Answer for the blocks of the one chunk behind a match."""
-        parent = self._index.find(probe.parent)
+        parent = self._index.reachable(probe.parent)
         matched = NOTHING
         if parent is not None and instance.layout is not None:
             matched = self._index.match_blocks(parent, probe.digests, now_ms)
@@ -97,6 +97,17 @@ class Lookups:
         """The scheduler's connection has ended: nobody waits any more."""
         self._waiting.pop(engine_id, None)
 
+    def check_integrity(self, instances: Mapping[str, Instance]) -> None:
+        """Assert that whoever waits is there to be answered, and waits for something."""
+        for engine_id, waiting in self._waiting.items():
+            assert waiting, engine_id
+            assert len(waiting) <= WAITING_MAX, (engine_id, len(waiting))
+            instance = instances[engine_id]
+            assert instance.connection is not None, f"{engine_id} waits, and is not connected"
+            for number, one in waiting.items():
+                assert one.lookup.number == number, (one.lookup.number, number)
+                assert one.region not in instance.open_regions, (engine_id, one.region)
+
     def _closed_region(self, instance: Instance, matched: Matched, now_ms: int) -> int | None:
         """The region of the first entry that this instance cannot read yet."""
         open_regions = instance.open_regions
@@ -110,18 +121,9 @@ class Lookups:
     def _answer(self, instance: Instance, number: int, matched: Matched, now_ms: int) -> None:
         lease = 0
         if matched.entries:
-            layout, deepest = instance.layout, matched.entries[-1]
-            assert layout is not None, instance.engine_id
-            lease = self._leases.take(
-                Lease(
-                    deepest,
-                    matched.regions,
-                    instance.engine_id,
-                    len(matched.runs) * layout.chunk_bytes,
-                    now_ms + LEASE_MS,
-                ),
-                self._host.limit_bytes,
-            )
+            deepest = matched.entries[-1]
+            wanted = Lease(deepest, matched.regions, instance.engine_id, now_ms + LEASE_MS)
+            lease = self._leases.take(wanted, self._host.limit_bytes)
         self._count("lookup.answered", 1)
         chunks = len(matched.entries) - (matched.blocks > 0)
         answer = m.Match(number, chunks, matched.blocks, matched.runs, lease, matched.may_go_on)

@@ -35,6 +35,7 @@ from kvtide.core.effects import (
 from kvtide.core.host import Host
 from kvtide.core.index import Index, Root
 from kvtide.core.instances import Instance, Worker
+from kvtide.core.instances import check_integrity as check_engines
 from kvtide.core.layout import KVLayout
 from kvtide.core.leases import Leases
 from kvtide.core.lending import Lending
@@ -81,12 +82,13 @@ class Machine:
         self.index = Index()
         self.host = Host(config.host_bytes, config.first_number)
         self.lending = Lending(self.index, self.host, self._emit, config.first_number)
-        self.leases = Leases(self.lending, config.first_number)
+        self.leases = Leases(self.index, self.lending, config.first_number)
         self.regions = Regions(self.host, self.index, self.lending, self.leases, self._emit)
         self.lookups = Lookups(self.index, self.host, self.leases, self._send, self._count)
         self.instances: dict[str, Instance] = {}
         self.peers: dict[int, Instance | Worker] = {}
-        """Who speaks on a connection; kept for dead connections until the process has died."""
+        """Who speaks on a connection, and on the one before it, by which the runtime may still
+        watch the process; both are kept when they end, until the process has died."""
         self.counts: dict[str, int] = {}
         self._idle_since_ms: int | None = None
         self._takes: dict[type, Callable[[int, Any], None]] = {
@@ -125,7 +127,7 @@ class Machine:
                 self.regions.made(region, now_ms)
                 self._offer_regions()
             case RegionNotMade(region, detail):
-                self.regions.not_made(region, detail)
+                self.regions.not_made(region, now_ms, detail)
             case HostLimit(host_bytes):
                 self.regions.limit(host_bytes)
             case Tick():
@@ -186,7 +188,7 @@ class Machine:
         instance.connection = connection
         instance.since_ms = self._now_ms
         instance.facts_sent = False
-        self.peers[connection] = instance
+        self._speaks(connection, instance)
         if is_back:  # another scheduler can't know what the one before it planned
             self.lending.lost_with_connection(instance.engine_id, hello.last_grant)
         self._welcome(connection)
@@ -209,12 +211,14 @@ class Machine:
             worker = instance.workers[hello.rank] = Worker(connection, hello)
             instance.facts_sent = instance.is_identified = False
         worker.connection = connection
-        self.peers[connection] = worker
+        self._speaks(connection, worker)
         is_ours = hello.node == self.config.node
-        mapped = set(hello.regions_mapped)
-        worker.old_regions = set() if is_ours else mapped
+        mapped, mapping = set(hello.regions_mapped), set(hello.regions_mapping)
+        worker.old_regions = set() if is_ours else mapped | mapping
         self.lending.worker_holds(worker, set(hello.grants_held) if is_ours else set())
-        self.regions.worker_is_back(worker, mapped if is_ours else set())
+        if not is_ours:
+            mapped, mapping = set(), set()
+        self.regions.worker_is_back(worker, mapped, mapping)
         self._welcome(connection)
         self._watch_workers(instance)
         self._offer_regions()
@@ -223,6 +227,11 @@ class Machine:
         if connection in self.peers:
             raise WireError("a second hello on one connection")
 
+    def _speaks(self, connection: int, peer: Instance | Worker) -> None:
+        for number in [number for number, known in self.peers.items() if known is peer][:-1]:
+            del self.peers[number]
+        self.peers[connection] = peer
+
     def _instance_of(self, engine_id: str) -> Instance:
         instance = self.instances.get(engine_id)
         if instance is None:
@@ -230,14 +239,10 @@ class Machine:
         return instance
 
     def _refuse_version(self, connection: int, wire_version: int, version: str) -> bool:
-        if wire_version == m.WIRE_VERSION:
-            return False
-        detail = (
-            f"the node (kvtide {self.config.version}) speaks version {m.WIRE_VERSION}, "
-            f"the engine (kvtide {version or 'unknown'}) version {wire_version}"
-        )
-        self._refuse(connection, OffReason.WIRE_VERSION, detail)
-        return True
+        fault = checks.version_fault(self.config.version, wire_version, version)
+        if fault:
+            self._refuse(connection, OffReason.WIRE_VERSION, fault)
+        return bool(fault)
 
     def _refuse(self, connection: int, reason: OffReason, detail: str) -> None:
         self._emit(Send(connection, m.Refused(reason, detail)))
@@ -279,10 +284,10 @@ class Machine:
             instance.off = Off(OffReason(identity.off_reason), identity.off_detail)
         elif fault := instance.shard_fault(identity.cell_bytes):
             self._turn_off(instance, OffReason.WORKERS_DIFFER, fault)
-        elif (needed := self.host.needed_bytes(layout)) > self.host.limit_bytes:
+        elif (needed := self.host.needed_bytes(layout)) > self.host.size_bytes:
             detail = (
                 f"this model needs {format_bytes(needed)} of host memory at least, the node has "
-                f"{format_bytes(self.host.limit_bytes)}"
+                f"{format_bytes(self.host.size_bytes)}"
             )
             self._turn_off(instance, OffReason.HOST_TOO_SMALL, detail)
         else:
@@ -378,7 +383,8 @@ class Machine:
         self.leases.end(message.lease, self._instance(connection).engine_id)
 
     def _load_begin(self, connection: int, message: m.LoadBegin) -> None:
-        self.leases.begin_load(message.lease, self._instance(connection).engine_id)
+        if not self.leases.begin_load(message.lease, self._instance(connection).engine_id):
+            self._count("load.unprotected", 1)  # it may fail, which costs a recompute
 
     def _load_end(self, connection: int, message: m.LoadEnd) -> None:
         self.leases.end(message.lease, self._instance(connection).engine_id)
@@ -422,7 +428,7 @@ class Machine:
 
     def _region_failed(self, connection: int, message: m.RegionFailed) -> None:
         worker = self._worker(connection)
-        self.regions.failed(worker, message.region, message.detail)
+        self.regions.failed(worker, message.region, message.detail, self._now_ms)
         self._reopen(worker.engine_id)
 
     def _region_left(self, connection: int, message: m.RegionLeft) -> None:
@@ -434,7 +440,7 @@ class Machine:
     def _offer_regions(self) -> None:
         for instance in self.instances.values():
             if instance.is_serving:
-                self.regions.offer(instance)
+                self.regions.offer(instance, self._now_ms)
             self._reopen(instance.engine_id)
 
     def _reopen(self, engine_id: str) -> None:
@@ -446,20 +452,21 @@ class Machine:
             self.lookups.regions_opened(instance, self._now_ms)
 
     def _layouts_in_use(self) -> list[KVLayout]:
-        layouts = {
-            instance.layout: None
-            for instance in self.instances.values()
-            if instance.layout is not None and instance.off is None
-        }
-        return list(layouts)
+        in_use = [one.layout for one in self.instances.values() if one.off is None]
+        return list(dict.fromkeys(layout for layout in in_use if layout is not None))
 
     # ---- time and commands
 
     def _tick(self) -> None:
+        self.lending.take_cleared_away()
         self.leases.expire(self._now_ms)
         for instance in self.instances.values():
             self.lookups.expire(instance, self._now_ms)
             self._watch_workers(instance)
+        if self.regions.is_offer_due(self._now_ms):
+            self._offer_regions()
+        open_regions = [instance.open_regions for instance in self.instances.values()]
+        self.regions.give_back_closed(set().union(*open_regions), self._now_ms)
         self.regions.advance()
         self.index.freshen()
         self._end_when_idle()
@@ -473,12 +480,8 @@ class Machine:
             self._emit(End("no engine has been connected for linger_s", on_purpose=False))
 
     def clear(self, salt_digest: bytes | None) -> int:
-        """Take all entries away, or those of one salt; how many there were."""
-        before = len(self.index.entries)
-        for root in list(self.index.roots.values()):
-            if salt_digest is None or root.salt_digest == salt_digest:
-                self.lending.evict_below(root, "cleared")
-        return before - len(self.index.entries)
+        """Clear all entries, or those of one salt; how many there were."""
+        return self.lending.clear(salt_digest)
 
     def take_effects(self) -> list[Effect]:
         """Effects of a call that is not an event (`clear`)."""
@@ -489,5 +492,8 @@ class Machine:
         """Assert everything that can be asserted. Slow: for tests and `kvtide doctor`."""
         self.index.check_integrity()
         self.host.check_integrity()
-        self.lending.check_integrity()
-        self.leases.check_integrity()
+        check_engines(self.instances, self.peers)
+        self.lending.check_integrity(self.instances)
+        self.leases.check_integrity(self.instances)
+        self.regions.check_integrity(self.instances.values())
+        self.lookups.check_integrity(self.instances)

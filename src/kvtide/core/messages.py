@@ -146,7 +146,9 @@ class Counts:
 class WorkerHello:
     """One worker of an instance: which shard it holds, and what it still has from before.
 
-    `facts` are opaque to the node, which hands them to the scheduler to compare.
+    `regions_mapped` are those that it can copy from now; `regions_mapping` are its others: being
+    populated, or on their way out. `facts` are opaque to the node, which hands them to the
+    scheduler to compare.
     """
 
     wire_version: int
@@ -162,6 +164,7 @@ class WorkerHello:
     grants_held: list[int]
     regions_mapped: list[int]
     node: bytes
+    regions_mapping: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,22 @@ A worker holds a region from the offer on (it may be mapping it) until it says t
 is proven dead: only then is the memory given back, and never on a deadline.
 """
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Set
 
 from kvtide.core import messages as m
 from kvtide.core.effects import Effect, FreeRegion, MakeRegion, Note, Send, SendRegion
-from kvtide.core.host import Host, Region
+from kvtide.core.host import REFUSED_MS_FIRST, REFUSED_MS_MAX, Host, Refusal, Region
 from kvtide.core.index import Index
 from kvtide.core.instances import Instance, Worker
 from kvtide.core.layout import KVLayout
 from kvtide.core.leases import Leases
 from kvtide.core.lending import Lending
 from kvtide.units import format_bytes
+
+DETAIL_CHARS_MAX = 400
+"""Of a reason that somebody gives, as it is kept and shown."""
+CLOSED_MS_MAX = 120_000
+"""A region that a worker could not map and that is open to nobody goes back after so long."""
 
 
 class Regions:
@@ -46,6 +51,7 @@ class Regions:
         Who has least comes first, and what is given up for it goes to nobody who has more.
         """
         host = self._host
+        host.forget_refusal(now_ms)
         for layout in sorted(layouts, key=host.held_bytes):
             if not host.wants_region(layout):
                 continue
@@ -62,13 +68,11 @@ class Regions:
 
     def made(self, number: int, now_ms: int) -> None:
         """The memory is there; workers are offered it next."""
-        region = self._host.regions[number]
-        region.is_ready = True
-        region.ready_since_ms = now_ms
+        self._host.made(self._host.regions[number], now_ms)
 
-    def not_made(self, number: int, detail: str) -> None:
-        """The machine has no more: stay at this size and evict."""
-        self._host.not_made(self._host.regions[number])
+    def not_made(self, number: int, now_ms: int, detail: str) -> None:
+        """The machine has no more: stay at this size for a while, and evict."""
+        self._host.not_made(self._host.regions[number], now_ms, detail[:DETAIL_CHARS_MAX])
         held = format_bytes(self._host.allocated_bytes)
         self._emit(Note(f"host memory stays at {held}: {detail}", is_warning=True))
 
@@ -79,8 +83,7 @@ class Regions:
     def _give_up(self, region: Region, now_ms: int) -> None:
         region.is_leaving = True
         region.leaving_since_ms = now_ms
-        inside = [entry for entry in self._index.entries.values() if entry.region == region.number]
-        for entry in inside:
+        for entry in list(region.entries.values()):
             if entry.is_attached:
                 self._lending.evict_below(entry, "moved")
                 self._lending.evict(entry, "moved")
@@ -92,7 +95,7 @@ class Regions:
             self._advance(region)
 
     def _advance(self, region: Region) -> None:
-        if region.cells.free_cells < region.cells.cell_count:
+        if not region.is_unused:
             return
         if self._leases.holds_region(region.number):
             return
@@ -107,7 +110,7 @@ class Regions:
 
     # ---- workers
 
-    def offer(self, instance: Instance) -> None:
+    def offer(self, instance: Instance, now_ms: int) -> None:
         """Offer each worker the regions of its layout that it lacks, last used first."""
         layout = instance.layout
         assert layout is not None, instance.engine_id
@@ -117,7 +120,8 @@ class Regions:
                 continue
             self._workers[worker.number] = worker
             for region in regions:
-                if worker.number in region.holders | region.refused:
+                refusal = region.refused.get(worker.number)
+                if worker.number in region.holders or (refusal and now_ms < refusal.until_ms):
                     continue
                 region.offered.add(worker.number)
                 self._emit(
@@ -129,6 +133,24 @@ class Regions:
                         layout.cell_bytes[worker.shard],
                     )
                 )
+
+    def is_offer_due(self, now_ms: int) -> bool:
+        """Whether a region may be offered again to a worker that could not map it."""
+        return any(
+            now_ms >= refusal.until_ms and number not in region.holders
+            for region in self._host.regions.values()
+            for number, refusal in region.refused.items()
+        )
+
+    def give_back_closed(self, open_regions: Set[int], now_ms: int) -> None:
+        """Give up what a worker could not map, once it has been open to nobody for long."""
+        for region in list(self._host.regions.values()):
+            if not region.refused or region.number in open_regions:
+                region.closed_since_ms = None
+            elif region.closed_since_ms is None:
+                region.closed_since_ms = now_ms
+            elif now_ms - region.closed_since_ms >= CLOSED_MS_MAX and not region.is_leaving:
+                self._give_up(region, now_ms)
 
     def open_to(self, instance: Instance) -> set[int]:
         """The regions that every worker of the instance has mapped."""
@@ -146,18 +168,22 @@ class Regions:
         if region is not None and worker.number in region.offered:
             region.offered.discard(worker.number)
             region.mapped.add(worker.number)
+            region.refused.pop(worker.number, None)
 
-    def failed(self, worker: Worker, number: int, detail: str) -> None:
-        """The worker could not map the region; it is not asked again."""
+    def failed(self, worker: Worker, number: int, detail: str, now_ms: int) -> None:
+        """The worker could not map the region; it is asked again after a pause that doubles."""
         region = self._host.regions.get(number)
-        if region is not None and worker.number in region.offered:
-            region.offered.discard(worker.number)
-            region.refused.add(worker.number)
-            text = (
-                f"process {worker.pid} (rank {worker.rank}) cannot map region {number}: {detail}"
-            )
-            self._emit(Note(text[:500], is_warning=True))
-            self.advance()
+        if region is None or worker.number not in region.holders:
+            return
+        self._forget(region, worker)
+        before = region.refused.get(worker.number)
+        pause_ms = min(2 * before.pause_ms, REFUSED_MS_MAX) if before else REFUSED_MS_FIRST
+        text = f"process {worker.pid} (rank {worker.rank}) cannot map region {number}: {detail}"
+        text = text[:DETAIL_CHARS_MAX]
+        region.refused[worker.number] = Refusal(text, pause_ms, now_ms + pause_ms)
+        if before is None:
+            self._emit(Note(text, is_warning=True))
+        self.advance()
 
     def left(self, worker: Worker, number: int) -> None:
         """The worker has no mapping of the region any more, whether it was told so or not."""
@@ -171,25 +197,50 @@ class Regions:
         for region in self._host.regions.values():
             region.leave_asked.discard(worker.number)
 
-    def worker_is_back(self, worker: Worker, mapped: Set[int]) -> None:
-        """The worker names what it has mapped, or is mapping; it has nothing else."""
+    def worker_is_back(self, worker: Worker, mapped: Set[int], mapping: Set[int]) -> None:
+        """The worker names what it has mapped, and what it is mapping; it has nothing else.
+
+        What is being mapped may still fail: it counts as offered until the worker says more. What
+        it could not map before it is offered again.
+        """
         self._workers[worker.number] = worker
         for region in self._host.regions.values():
-            if region.number not in mapped:
-                self._forget(region, worker)
-            elif worker.number in region.offered:
-                region.offered.discard(worker.number)
+            region.refused.pop(worker.number, None)
+            is_holder = worker.number in region.holders
+            self._forget(region, worker)
+            if is_holder and region.number in mapped:
                 region.mapped.add(worker.number)
+            elif is_holder and region.number in mapping:
+                region.offered.add(worker.number)
         self.advance()
 
     def worker_died(self, worker: Worker) -> None:
         """Its mappings ended with it."""
         for region in self._host.regions.values():
             self._forget(region, worker)
-            region.refused.discard(worker.number)
+            region.refused.pop(worker.number, None)
         self._workers.pop(worker.number, None)
         self.advance()
 
     def _forget(self, region: Region, worker: Worker) -> None:
         for holders in (region.offered, region.mapped, region.leave_asked):
             holders.discard(worker.number)
+
+    def check_integrity(self, instances: Collection[Instance]) -> None:
+        """Assert that only living workers have regions, and that what is open is mapped by all."""
+        living = {w.number: w for instance in instances for w in instance.workers.values()}
+        for number, worker in self._workers.items():
+            assert living.get(number) is worker, f"worker {number} has died"
+        for number, region in self._host.regions.items():
+            have = region.holders | region.refused.keys()
+            assert have <= self._workers.keys(), (number, have - self._workers.keys())
+            assert region.leave_asked <= region.holders, (number, region.leave_asked)
+            assert region.is_leaving or not region.leave_asked, (number, region.leave_asked)
+        for instance in instances:
+            wanted = self.open_to(instance) if instance.is_serving else set()
+            is_open = {
+                number
+                for number in instance.open_regions & self._host.regions.keys()
+                if not self._host.regions[number].is_leaving
+            }
+            assert is_open == wanted, (instance.engine_id, is_open, wanted)

@@ -39,18 +39,30 @@ class MappedRegions:
         on_failed: Callable[[int, str], None],
         on_left: Callable[[int], None],
     ) -> None:
-        """The callbacks come on the mapping thread; they say so to the node."""
+        """The callbacks say so to the node. They come on the mapping thread or inside a call here,
+        and must not wait; what they cannot say is made up for by `named` and `say_changes`."""
         self._on_open = on_open
         self._on_failed = on_failed
         self._on_left = on_left
         self._lock = threading.Condition()
         self._slots: dict[int, _Slot] = {}
+        self._named: dict[int, bool] = {}  # what a hello named: whether it was open
         self._work: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvtide-map", daemon=True)
         self._thread.start()
 
     def offer(self, number: int, cell_count: int, cell_bytes: int, descriptors: list[int]) -> None:
-        """Map a region and populate it in the background; the descriptors stay the caller's."""
+        """Map a region and populate it in the background; the descriptors stay the caller's.
+
+        One that is there already is offered again where our word of it crossed with the node's.
+        """
+        with self._lock:
+            known = self._slots.get(number)
+            is_open = known is not None and known.is_open
+        if known is not None:
+            if is_open:
+                self._on_open(number)
+            return
         fd, generations_fd = descriptors
         try:
             region = MappedRegion(fd, cell_count * cell_bytes, generations_fd, cell_bytes)
@@ -58,19 +70,22 @@ class MappedRegions:
             self._on_failed(number, str(error))
             return
         with self._lock:
-            assert number not in self._slots, f"region {number} is offered twice"
+            assert number not in self._slots, f"region {number} is offered on two threads"
             self._slots[number] = _Slot(region)
         self._work.put(number)
 
     def leave(self, number: int) -> None:
-        """Unmap a region as soon as no copy is in it."""
+        """Unmap a region as soon as no copy is in it; one that is not there has left already."""
         with self._lock:
             slot = self._slots.get(number)
             if slot is not None:
                 slot.is_leaving = True
                 slot.is_open = False
                 slot.stop.set()
-        self._work.put(number)
+        if slot is None:
+            self._on_left(number)
+        else:
+            self._work.put(number)
 
     def leave_all(self) -> None:
         """Unmap everything: the node that owns it is gone."""
@@ -81,6 +96,24 @@ class MappedRegions:
         """Regions mapped or being mapped."""
         with self._lock:
             return list(self._slots)
+
+    def named(self) -> tuple[list[int], list[int]]:
+        """For a hello: the open regions, and those that are being mapped or leave."""
+        with self._lock:
+            self._named = {number: slot.is_open for number, slot in self._slots.items()}
+            is_open = self._named
+            return [n for n in is_open if is_open[n]], [n for n in is_open if not is_open[n]]
+
+    def say_changes(self) -> None:
+        """After a welcome: say what has changed since `named`, when nobody could be told."""
+        with self._lock:
+            is_open = {number: slot.is_open for number, slot in self._slots.items()}
+            named, self._named = self._named, {}
+        for number, was_open in named.items():
+            if number not in is_open:
+                self._on_left(number)
+            elif is_open[number] and not was_open:
+                self._on_open(number)
 
     def wait_empty(self, timeout_s: float) -> bool:
         """Wait until everything is unmapped."""

@@ -2,12 +2,12 @@
 
 Answered from the machine's own state and the engines' counts. Salts and keys never appear.
 
-`numbers` is read by a scraper every few seconds, so it looks at regions and grants only, never at
-each entry; `status` walks the index (0.6 ms for each 1,000 entries), for people.
+Neither looks at each entry: `numbers` is read by a scraper every few seconds, and an engine waits
+for its answers meanwhile. What is counted by entry is counted by the index as it goes; the rest
+follows from regions, grants, leases and the chains that these keep.
 """
 
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 from kvtide.core.index import Entry
@@ -40,7 +40,7 @@ def status(
             "settings": shown,
         },
         "host": host(machine),
-        "entries": _entries(machine.index.entries.values()),
+        "entries": _entries(machine),
         "engines": [_engine(machine, instance) for instance in instances],
         "not_shared": not_shared(instances),
         "counts": totals(machine, left),
@@ -68,9 +68,12 @@ def numbers(machine: Machine, left: dict[str, int]) -> dict[str, Any]:
 
 def host(machine: Machine) -> dict[str, Any]:
     """Bytes of the host tier, and its regions."""
+    in_all = _bytes(machine)
     return {
-        **_bytes(machine),
-        "evictable_bytes": _evictable_bytes(machine),
+        **in_all,
+        "reachable_bytes": machine.host.reachable_bytes,
+        "refusal": machine.host.refusal,
+        "evictable_bytes": _evictable_bytes(machine, in_all["held_bytes"]),
         "regions": [
             {
                 "layout": region.layout.name,
@@ -83,6 +86,7 @@ def host(machine: Machine) -> dict[str, Any]:
                     for instance in machine.instances.values()
                     if region.number in instance.open_regions
                 ),
+                "refused": [refusal.text for refusal in region.refused.values()],
             }
             for region in machine.host.regions.values()
         ],
@@ -98,7 +102,7 @@ def _bytes(machine: Machine) -> dict[str, Any]:
         for region in regions
     )
     storing = _storing_bytes(machine)
-    loose = sum(entry.blocks * entry.layout.block_bytes for entry in lending.loose)
+    loose = sum(map(_size_bytes, lending.loose))
     lease_count, load_count = leases.counts()
     return {
         "size_bytes": machine.host.size_bytes,
@@ -124,26 +128,27 @@ def _storing_bytes(machine: Machine) -> int:
         entry = grant.entry
         if not entry.is_attached or entry.parent is None or not entry.parent.is_held:
             continue  # detached, or counted with the first of its chain
-        for one in [entry, *machine.index.below(entry)]:
-            total += one.blocks * one.layout.block_bytes
+        total += sum(map(_size_bytes, [entry, *machine.index.below(entry)]))
     return total
 
 
-def _evictable_bytes(machine: Machine) -> int:
-    """Bytes of held entries that no pin, their own or one below them, keeps."""
-    kept: set[int] = set()
-    for entry in [*machine.index.entries.values()]:
-        node: Any = entry
-        while isinstance(node, Entry) and (entry.pins or not entry.is_held):
-            if id(node) in kept:
-                break
-            kept.add(id(node))
+def _evictable_bytes(machine: Machine, held_bytes: int) -> int:
+    """Bytes of held entries that neither a lease nor an entry being stored keeps, or one below."""
+    index, lending = machine.index, machine.lending
+    kept_bytes = index.leased_bytes
+    kept_bytes -= sum(_size_bytes(entry) for entry in lending.loose if entry.leases)
+    seen: set[Entry] = set()
+    for grant in lending.grants.values():
+        node = grant.entry.parent
+        while isinstance(node, Entry) and not node.leases and node not in seen:
+            seen.add(node)
+            kept_bytes += _size_bytes(node) if node.is_held else 0
             node = node.parent
-    return sum(
-        entry.blocks * entry.layout.block_bytes
-        for entry in machine.index.entries.values()
-        if id(entry) not in kept
-    )
+    return held_bytes - kept_bytes
+
+
+def _size_bytes(entry: Entry) -> int:
+    return entry.blocks * entry.layout.block_bytes
 
 
 def _region_state(is_ready: bool, is_leaving: bool) -> str:
@@ -152,13 +157,10 @@ def _region_state(is_ready: bool, is_leaving: bool) -> str:
     return "ready" if is_ready else "being made"
 
 
-def _entries(entries: Iterable[Entry]) -> dict[str, int]:
-    chunks = tails = storing = 0
-    for entry in entries:
-        storing += not entry.is_held
-        chunks += entry.is_held and entry.is_whole
-        tails += entry.is_held and not entry.is_whole
-    return {"chunks": chunks, "tails": tails, "storing": storing}
+def _entries(machine: Machine) -> dict[str, int]:
+    index = machine.index
+    storing = len(index.entries) - index.held_chunks - index.held_tails
+    return {"chunks": index.held_chunks, "tails": index.held_tails, "storing": storing}
 
 
 def _engine(machine: Machine, instance: Instance) -> dict[str, Any]:

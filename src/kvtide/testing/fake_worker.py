@@ -159,6 +159,7 @@ class FakeWorker:
         with self._changed:
             self._connection = None
             held = sorted(self._held)
+        mapped, mapping = self.regions.named()
         return m.WorkerHello(
             wire_version=m.WIRE_VERSION,
             engine_id=self._engine_id,
@@ -171,12 +172,14 @@ class FakeWorker:
             cell_bytes=self.cell_bytes,
             facts=self.facts,
             grants_held=held,
-            regions_mapped=self.regions.numbers(),
+            regions_mapped=mapped,
             node=self._node,
+            regions_mapping=mapping,
         )
 
     def on_up(self, welcome: m.Welcome) -> None:
         """Grants of this connection count from now on."""
+        self.regions.say_changes()
         if welcome.node != self._node:
             self._leave_all()
         with self._changed:

@@ -254,6 +254,7 @@ class WorkerSide:
         with self._lock:
             self._connection = None
             held = sorted(self._held)
+        mapped, mapping = self._regions.named()
         facts = self._facts
         return m.WorkerHello(
             wire_version=m.WIRE_VERSION,
@@ -267,12 +268,14 @@ class WorkerSide:
             cell_bytes=self._mover.cell_bytes,
             facts=msgspec.to_builtins(facts),
             grants_held=held,
-            regions_mapped=self._regions.numbers(),
+            regions_mapped=mapped,
             node=self._node,
+            regions_mapping=mapping,
         )
 
     def on_up(self, welcome: m.Welcome) -> None:
         """The node has taken us: grants of this connection count."""
+        self._regions.say_changes()
         is_another = welcome.node != self._node
         if is_another:
             self._regions.leave_all()

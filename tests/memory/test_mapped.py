@@ -1,0 +1,139 @@
+"""The regions of one worker: what it says of them, and what it makes up for after a silence."""
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvtide.errors import HostMemoryError
+from kvtide.memory.mapped import MappedRegions
+from kvtide.memory.region import GenerationMemory, MappedRegion, RegionMemory
+from kvtide.units import KiB
+
+CELL_BYTES = 64 * KiB
+CELL_COUNT = 4
+WAIT_S_MAX = 10.0
+
+
+@pytest.fixture
+def descriptors() -> Iterator[list[int]]:
+    memory = RegionMemory.create("test", CELL_COUNT * CELL_BYTES)
+    generations = GenerationMemory("test", CELL_COUNT)
+    yield [memory.fd, generations.fd]
+    memory.close()
+    generations.close()
+
+
+class Said:
+    """A worker's regions, and all that they said."""
+
+    def __init__(self, descriptors: list[int]) -> None:
+        self.descriptors = descriptors
+        self.words: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self.regions = MappedRegions(
+            lambda number: self.words.put(("open", number)),
+            lambda number, _: self.words.put(("failed", number)),
+            lambda number: self.words.put(("left", number)),
+        )
+
+    def offer(self, number: int) -> None:
+        self.regions.offer(number, CELL_COUNT, CELL_BYTES, self.descriptors)
+
+    def next(self) -> tuple[str, int]:
+        return self.words.get(timeout=WAIT_S_MAX)
+
+
+@pytest.fixture
+def said(descriptors: list[int]) -> Iterator[Said]:
+    one = Said(descriptors)
+    yield one
+    one.regions.close(WAIT_S_MAX)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Populating lasts until this is set, and fails where it is set with `fails`."""
+    go_on = threading.Event()
+    populate = MappedRegion.populate
+
+    def wait(self: MappedRegion, stop: threading.Event) -> bool:
+        assert go_on.wait(WAIT_S_MAX)
+        return populate(self, stop)
+
+    monkeypatch.setattr(MappedRegion, "populate", wait)
+    yield go_on
+    go_on.set()
+
+
+def test_a_region_that_is_not_there_has_left(said: Said) -> None:
+    """Or the node would wait for the word for ever, and never free the memory."""
+    said.regions.leave(7)
+    assert said.next() == ("left", 7)
+
+
+def test_a_region_leaves_once(said: Said) -> None:
+    said.offer(1)
+    assert said.next() == ("open", 1)
+    said.regions.leave(1)
+    assert said.next() == ("left", 1)
+    said.offer(2)
+    assert said.next() == ("open", 2)
+
+
+def test_a_hello_tells_open_regions_from_those_that_are_being_mapped(
+    said: Said, slow: threading.Event
+) -> None:
+    said.offer(1)
+    assert said.regions.named() == ([], [1])
+    slow.set()
+    assert said.next() == ("open", 1)
+    assert said.regions.named() == ([1], [])
+
+
+def test_what_happened_between_hello_and_welcome_is_said_after_it(
+    said: Said, slow: threading.Event
+) -> None:
+    """The link took neither word: one region was populated meanwhile, one has left."""
+    slow.set()
+    said.offer(1)
+    assert said.next() == ("open", 1)
+    slow.clear()
+    said.offer(2)
+    assert said.regions.named() == ([1], [2])
+    slow.set()
+    said.regions.leave(1)
+    assert {said.next(), said.next()} == {("open", 2), ("left", 1)}
+    said.regions.say_changes()
+    assert {said.next(), said.next()} == {("open", 2), ("left", 1)}
+    said.regions.say_changes()
+    assert said.words.empty(), "said once"
+
+
+def test_a_region_that_failed_between_hello_and_welcome_is_said_to_have_left(
+    said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = threading.Event()
+
+    def fail(self: MappedRegion, stop: threading.Event) -> bool:
+        assert named.wait(WAIT_S_MAX)
+        raise HostMemoryError("no memory")
+
+    monkeypatch.setattr(MappedRegion, "populate", fail)
+    said.offer(1)
+    assert said.regions.named() == ([], [1])
+    named.set()
+    assert said.next() == ("failed", 1)
+    said.regions.say_changes()
+    assert said.next() == ("left", 1)
+
+
+def test_a_region_offered_again_is_open_or_will_be(said: Said, slow: threading.Event) -> None:
+    """Words that crossed: it is mapped once, and the node hears that it has it."""
+    said.offer(1)
+    said.offer(1)
+    slow.set()
+    assert said.next() == ("open", 1)
+    said.offer(1)
+    assert said.next() == ("open", 1)
+    assert said.regions.numbers() == [1]
