@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvtide import config
-from kvtide.config import Config, EngineConfig, HTTPAddress, NodeConfig
+from kvtide.config import Config, EngineConfig, NodeConfig
 from kvtide.errors import ConfigError
 from kvtide.units import GiB, MiB
+from kvtide.values import HTTPAddress
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "s3cr3t-and-long"

@@ -244,7 +244,7 @@ def test_memory_that_cannot_be_read_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_little_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine.probe, "available_bytes", lambda: GiB)
-    monkeypatch.setattr(examine, "host_bytes", lambda wanted: 256 * MiB)
+    monkeypatch.setattr(examine, "host_bytes", lambda wanted, way: 256 * MiB)
     found = only(examine.memory(None, None))
     assert found.verdict == NOTE
     assert "`auto` would take up to 256 MiB: little" in found.text

@@ -272,13 +272,31 @@ def open_descriptors() -> set[str]:
 def test_a_shortage_is_an_error_that_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine has room for the first piece and not for the second."""
     monkeypatch.setattr(region_module, "ALLOCATE_BYTES", MiB)
-    rooms = iter([ROOM, region_module.RESERVE_BYTES + MiB - 1])
+    rooms = iter([ROOM, MiB - 1])
     before = open_descriptors()
     with pytest.raises(
-        HostMemoryError, match="2 MiB for big: after 1 MiB of it only 65"
+        HostMemoryError, match="2 MiB for big: after 1 MiB of it only 1 MiB are"
     ) as caught:
         RegionMemory.create("big", 2 * MiB, lambda: next(rooms))
     assert "host_bytes" in str(caught.value)
+    assert open_descriptors() == before
+
+
+def test_what_cannot_be_finished_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_module, "ALLOCATE_BYTES", MiB)
+    with pytest.raises(HostMemoryError, match=r"2 MiB for big: after 0 B of it only 1\.5 MiB are"):
+        RegionMemory.create("big", 2 * MiB, lambda: 3 * MiB // 2)
+
+
+def test_file_that_cannot_be_sealed_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    before = open_descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(region_module.fcntl, "fcntl", refuse)
+        with pytest.raises(HostMemoryError, match="cannot seal r: Operation not permitted"):
+            RegionMemory.create("r", MiB)
     assert open_descriptors() == before
 
 
@@ -352,7 +370,7 @@ def test_under_a_cgroup_limit_a_shortage_is_an_error_and_not_a_kill() -> None:
     except OSError:
         pytest.skip("cgroups cannot be made here")
     try:
-        (group / "memory.limit_in_bytes").write_text(str(256 * MiB), encoding="utf-8")
+        (group / "memory.limit_in_bytes").write_text(str(512 * MiB), encoding="utf-8")
         done = subprocess.run(
             [sys.executable, "-c", UNDER_A_LIMIT, str(group)],
             capture_output=True,
@@ -361,6 +379,6 @@ def test_under_a_cgroup_limit_a_shortage_is_an_error_and_not_a_kill() -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        assert "cannot allocate 400 MiB for too big: after 128 MiB" in done.stdout
+        assert "cannot allocate 400 MiB for too big: after 0 B of it only" in done.stdout
     finally:
         group.rmdir()

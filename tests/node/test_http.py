@@ -136,7 +136,7 @@ def test_bad_request_costs_only_itself(address: str, words: bytes) -> None:
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(65536):
                 pass
-        except ConnectionError:
+        except OSError:  # closed by the node, perhaps before all was said
             pass
     assert get(address, "/healthz")[0] == 200
 

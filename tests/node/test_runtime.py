@@ -1,9 +1,11 @@
 """The owner when something is broken on purpose: it ends, or it goes on, never in between."""
 
+import asyncio
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,19 +13,23 @@ from pathlib import Path
 import pytest
 
 from kvtide import config
+from kvtide.clock import MonotonicClock
 from kvtide.core import messages as m
 from kvtide.core.effects import Tick
+from kvtide.core.layout import KVLayout
 from kvtide.core.machine import Machine, MachineConfig
 from kvtide.errors import WireError
-from kvtide.node import main, report
+from kvtide.memory.probe import HostMemory, reserve_bytes
+from kvtide.node import main, report, runtime
 from kvtide.node.main import Way
 from kvtide.testing.fake_engine import FakeEngine, Loaded, make_tokens
 from kvtide.testing.node_process import NodeProcess
-from kvtide.units import GiB, MiB
+from kvtide.units import GiB, KiB, MiB
 from kvtide.wire.command import ask
 from tests.node.fixtures import StartNode
 from tests.wire.link_owner import wait_until
 
+LAYOUT = KVLayout(2, 8, (4 * KiB,))
 TOKENS = make_tokens(128, seed=1)
 BROKEN = """
     from kvtide.core import machine
@@ -109,7 +115,7 @@ def test_memory_that_cannot_be_watched_is_one_warning(new_node: StartNode) -> No
     patch = """
         from kvtide.node import watch
         from kvtide.errors import HostMemoryError
-        def limit(self, allocated_bytes):
+        def limit(self, charged_bytes):
             open("/proc/self/comm", "w").write("watched")
             raise ValueError("a strange /proc")
         watch.MemoryWatch.limit = limit
@@ -202,16 +208,98 @@ def test_linger_of_nothing_is_not_for_ever() -> None:
 
 
 def test_host_bytes_are_a_quarter_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    available = [40 * GiB]
-    memory = type("Memory", (), {"available_bytes": property(lambda _: available[0])})
-    monkeypatch.setattr(main.probe, "host_memory", memory)
-    assert main.host_bytes(None) == 10 * GiB
-    available[0] = 1024 * GiB
-    assert main.host_bytes(None) == 64 * GiB
-    assert main.host_bytes(200 * GiB) == 200 * GiB
-    available[0] = 100 * MiB
-    with pytest.raises(config.ConfigError, match="only 100 MiB are available here"):
-        main.host_bytes(101 * MiB)
+    assert host_bytes_of(monkeypatch, 80 * GiB, None) == 20 * GiB
+    assert host_bytes_of(monkeypatch, 1024 * GiB, None) == 64 * GiB
+    assert host_bytes_of(monkeypatch, 1024 * GiB, 200 * GiB) == 200 * GiB
+
+
+def host_bytes_of(
+    monkeypatch: pytest.MonkeyPatch,
+    available_bytes: int,
+    wanted: int | None,
+    way: Way = Way.FOREGROUND,
+) -> int:
+    """The size on a machine of 1 TiB of which so much is available."""
+    memory = HostMemory(1024 * GiB, available_bytes, None)
+    monkeypatch.setattr(main.probe, "host_memory", lambda: memory)
+    return main.host_bytes(wanted, way)
+
+
+RESERVE_BYTES = reserve_bytes(1024 * GiB)
+
+
+def test_more_than_there_is_to_spare_is_refused_to_whoever_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    available = RESERVE_BYTES + 100 * MiB
+    assert host_bytes_of(monkeypatch, available, 100 * MiB) == 100 * MiB
+    with pytest.raises(config.ConfigError, match="only 100 MiB are to spare here, of 30"):
+        host_bytes_of(monkeypatch, available, 101 * MiB)
+    assert host_bytes_of(monkeypatch, available, None) == 100 * MiB, "a quarter is not to spare"
+
+
+def test_node_of_an_engine_makes_do_with_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may follow one that crashed, on a machine that is fuller by now."""
+    available = RESERVE_BYTES + 100 * MiB
+    assert host_bytes_of(monkeypatch, available, 101 * MiB, Way.LAUNCHED) == 100 * MiB
+    assert "asks for 101 MiB, but only 100 MiB are to spare here" in caplog.text
+
+
+@pytest.mark.parametrize("way", Way)
+def test_nothing_to_spare_is_no_node(monkeypatch: pytest.MonkeyPatch, way: Way) -> None:
+    with pytest.raises(config.ConfigError, match="no room for a cache: 0 B are to spare"):
+        host_bytes_of(monkeypatch, RESERVE_BYTES - MiB, None, way)
+
+
+@pytest.mark.parametrize("error", [OSError(1, "a filter"), ValueError("a strange /proc")])
+def test_region_that_cannot_be_made_is_refused_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(runtime, "GenerationMemory", refuse)
+    assert runtime._allocate(1, LAYOUT, 4) == str(error)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_watch_counts_memory_from_made_to_freed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A region that the kernel has not taken back yet is not gone, nor one being made there."""
+    charged: list[int] = []
+    may_end = threading.Event()
+    close = runtime._close_memory
+
+    def close_slowly(memory: runtime._Memory) -> None:
+        assert may_end.wait(20)
+        close(memory)
+
+    async def live() -> None:
+        settings = MachineConfig(
+            node=b"n", pid=1, version="0", host_bytes=GiB, linger_ms=0, first_number=1
+        )
+        node = runtime.Runtime(Machine(settings), MonotonicClock(), tmp_path / "s", [])
+        monkeypatch.setattr(node._watch, "limit", charged.append)
+        monkeypatch.setattr(runtime, "_close_memory", close_slowly)
+        loop = asyncio.get_running_loop()
+        made = loop.run_in_executor(node._allocator, node._allocate, 1, LAYOUT, 4)
+        node._look_at_memory()
+        memory = await made
+        assert isinstance(memory, runtime._Memory)
+        node._is_looking = False
+        loop.run_in_executor(node._allocator, node._free, memory)
+        node._look_at_memory()
+        await asyncio.sleep(0)
+        may_end.set()
+        node.ended.set()
+        await node.run()
+
+    asyncio.run(live())
+    assert charged == [4 * 4 * KiB, 0]
 
 
 @pytest.mark.parametrize(

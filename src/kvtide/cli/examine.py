@@ -15,7 +15,7 @@ from kvtide import config
 from kvtide.core.messages import WIRE_VERSION
 from kvtide.errors import ConfigError, HostMemoryError, KVTideError, NodeUnreachable, WireError
 from kvtide.memory import probe
-from kvtide.node.main import host_bytes
+from kvtide.node.main import Way, host_bytes
 from kvtide.units import GiB, MiB, format_bytes
 from kvtide.wire.command import ask
 from kvtide.wire.places import SOCKET_PATH_BYTES_MAX, Places, check_socket_path, open_directory
@@ -202,7 +202,7 @@ def memory(wanted: int | None, status: dict[str, Any] | None) -> Iterator[Findin
     """What there is, and what a node takes or would take of it."""
     try:
         available = probe.available_bytes()
-        would = host_bytes(wanted)
+        would = host_bytes(wanted, Way.FOREGROUND)
     except (HostMemoryError, ConfigError) as error:
         verdict = NOTE if status else WRONG  # a running node has its memory already
         yield Finding(verdict, "memory", str(error))

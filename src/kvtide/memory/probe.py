@@ -29,8 +29,11 @@ from pathlib import Path
 
 from kvtide.errors import HostMemoryError
 from kvtide.memory.advice import MADV_POPULATE_WRITE, address_of, advise
-from kvtide.units import KiB
+from kvtide.units import KiB, MiB
 
+RESERVE_BYTES_MIN = 256 * MiB
+RESERVE_RATIO = 0.03
+"""Left free for everybody else: of the machine, and of each cgroup that limits."""
 F_SEAL_FUTURE_WRITE = 0x10  # since Linux 5.1; not yet in Python's fcntl
 UNLIMITED_BYTES_MIN = 1 << 60  # cgroup v1 says "none" by the largest number of whole pages
 
@@ -54,6 +57,11 @@ class CgroupLimit:
         """What may still be allocated below the limit."""
         return max(0, self.limit_bytes - self.used_bytes)
 
+    @property
+    def spare_bytes(self) -> int:
+        """What is left beyond the reserve; negative where the reserve itself is short."""
+        return self.available_bytes - reserve_bytes(self.limit_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
@@ -62,7 +70,7 @@ class HostMemory:
     Attributes:
         total_bytes: of the machine.
         machine_available_bytes: what the machine could give without swapping.
-        limit: the cgroup that leaves least, if any limits.
+        limit: the cgroup that spares least, if any limits.
     """
 
     total_bytes: int
@@ -75,6 +83,12 @@ class HostMemory:
         if self.limit is None:
             return self.machine_available_bytes
         return min(self.machine_available_bytes, self.limit.available_bytes)
+
+    @property
+    def spare_bytes(self) -> int:
+        """What a cache may take of it; negative where the reserve itself is short."""
+        spare = self.machine_available_bytes - reserve_bytes(self.total_bytes)
+        return spare if self.limit is None else min(spare, self.limit.spare_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +131,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
         raise HostMemoryError(
             "/proc/meminfo does not say how much memory is available; mount /proc"
         )
-    limits = sorted(_limits(root), key=lambda limit: limit.available_bytes)
+    limits = sorted(_limits(root), key=lambda limit: limit.spare_bytes)
     return HostMemory(
         total_bytes=int(fields["MemTotal"]) * KiB,
         machine_available_bytes=int(fields["MemAvailable"]) * KiB,
@@ -125,9 +139,19 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     )
 
 
+def reserve_bytes(whole_bytes: int) -> int:
+    """What a cache leaves to everybody else in a machine, or a cgroup, of this size."""
+    return max(RESERVE_BYTES_MIN, int(whole_bytes * RESERVE_RATIO))
+
+
 def available_bytes() -> int:
     """What this process could allocate now."""
     return host_memory().available_bytes
+
+
+def spare_bytes() -> int:
+    """What a cache may allocate now; negative where the reserve itself is short."""
+    return host_memory().spare_bytes
 
 
 def pressure(root: Path = Path("/")) -> Pressure | None:

@@ -42,9 +42,6 @@ from kvtide.units import MiB, format_bytes
 ALLOCATE_BYTES = 64 * MiB
 """Allocated between two looks at the memory available: 16 ms, of which the look takes 0.4."""
 
-RESERVE_BYTES = 64 * MiB
-"""Left to everybody else, who may allocate between our look and the kernel's."""
-
 POPULATE_BYTES = 16 * MiB
 """Populated in one call: it holds off the engine's own mmap and munmap for its 4 ms."""
 
@@ -73,7 +70,7 @@ class RegionMemory:
         cls,
         name: str,
         bytes_total: int,
-        available_bytes: Callable[[], int] = probe.available_bytes,
+        spare_bytes: Callable[[], int] = probe.spare_bytes,
     ) -> "RegionMemory":
         """Allocate; blocks for 0.25 s a GiB, without the interpreter's lock.
 
@@ -81,8 +78,12 @@ class RegionMemory:
             HostMemoryError: there is not as much; nothing stays allocated.
         """
         assert bytes_total > 0, bytes_total
-        fd = _allocated_file(name, bytes_total, available_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS | fcntl.F_SEAL_SEAL)
+        fd = _allocated_file(name, bytes_total, spare_bytes)
+        try:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS | fcntl.F_SEAL_SEAL)
+        except OSError as error:
+            os.close(fd)
+            raise HostMemoryError(f"cannot seal {name}: {error.strerror}") from error
         return cls(name, bytes_total, fd)
 
     def close(self) -> None:
@@ -104,7 +105,7 @@ class GenerationMemory:
         assert cell_count > 0, cell_count
         self.cell_count = cell_count
         bytes_total = cell_count * GENERATION_BYTES
-        self.fd = _allocated_file(name, bytes_total, probe.available_bytes)
+        self.fd = _allocated_file(name, bytes_total, probe.spare_bytes)
         try:
             self._mapping = mmap.mmap(self.fd, bytes_total)
             seals = SIZE_SEALS | probe.F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
@@ -214,8 +215,12 @@ class MappedRegion:
         self._generations.close()
 
 
-def _allocated_file(name: str, bytes_total: int, available_bytes: Callable[[], int]) -> int:
-    """A memory file whose pages are all there, not yet sealed."""
+def _allocated_file(name: str, bytes_total: int, spare_bytes: Callable[[], int]) -> int:
+    """A memory file whose pages are all there, not yet sealed.
+
+    Before each piece all that is still missing must be to spare: a file that cannot be finished
+    shall not take what others need first.
+    """
     wanted = f"{format_bytes(bytes_total)} for {name}"
     try:
         fd = _memory_file(name)
@@ -226,14 +231,14 @@ def _allocated_file(name: str, bytes_total: int, available_bytes: Callable[[], i
     try:
         os.ftruncate(fd, bytes_total)
         for start in range(0, bytes_total, ALLOCATE_BYTES):
-            length = min(ALLOCATE_BYTES, bytes_total - start)
-            available = available_bytes()
-            if available < length + RESERVE_BYTES:
+            missing = bytes_total - start
+            spare = spare_bytes()
+            if spare < missing:
                 raise HostMemoryError(  # noqa: TRY301 - the file is closed on this way out too
                     f"cannot allocate {wanted}: after {format_bytes(start)} of it only"
-                    f" {format_bytes(available)} are available; set host_bytes lower"
+                    f" {format_bytes(max(0, spare))} are to spare; set host_bytes lower"
                 )
-            os.posix_fallocate(fd, start, length)
+            os.posix_fallocate(fd, start, min(ALLOCATE_BYTES, missing))
     except OSError as error:
         os.close(fd)
         raise HostMemoryError(

@@ -34,6 +34,7 @@ from kvtide.errors import ConfigError, KVTideError
 from kvtide.memory import probe
 from kvtide.node.runtime import Runtime
 from kvtide.units import GiB, MiB, format_bytes
+from kvtide.values import HOST_BYTES_MIN
 from kvtide.wire.places import Places, check_socket_path, open_directory
 
 if TYPE_CHECKING:
@@ -67,20 +68,29 @@ class Way(enum.Enum):
     """Whoever ran `kvtide serve`."""
 
 
-def host_bytes(wanted: int | None) -> int:
+def host_bytes(wanted: int | None, way: Way) -> int:
     """Bytes of the host tier: as set, or a quarter of what is available, at most 64 GiB.
 
-    Raises ConfigError for more than there is.
+    More than there is to spare is refused to whoever waits for the answer. A node that an engine
+    started takes what there is: it may follow one that died, when the machine is fuller than it
+    was.
+
+    Raises ConfigError for more than there is, or where there is nothing.
     """
-    available = probe.host_memory().available_bytes
+    memory = probe.host_memory()
+    available, spare = memory.available_bytes, max(0, memory.spare_bytes)
+    there = f"{format_bytes(spare)} are to spare here, of {format_bytes(available)} available"
+    if spare < HOST_BYTES_MIN:
+        raise ConfigError(f"no room for a cache: {there}; free memory, or raise the limit on it")
     if wanted is None:
-        return min(available // HOST_RATIO_AUTO, HOST_BYTES_AUTO_MAX)
-    if wanted > available:
-        raise ConfigError(
-            f"host_bytes asks for {format_bytes(wanted)}, but only {format_bytes(available)} are "
-            "available here: ask for less, or leave it out for a quarter of that"
-        )
-    return wanted
+        return min(available // HOST_RATIO_AUTO, spare, HOST_BYTES_AUTO_MAX)
+    if wanted <= spare:
+        return wanted
+    text = f"host_bytes asks for {format_bytes(wanted)}, but only {there}"
+    if way is Way.FOREGROUND:
+        raise ConfigError(f"{text}: ask for less, or leave it out for a quarter of that")
+    logger.warning("%s: the node makes do with these", text)
+    return spare
 
 
 def take_lock(places: Places) -> int | None:
@@ -142,7 +152,7 @@ def shown_settings(config: settings.Config, way: Way) -> list[dict[str, str]]:
 async def serve(config: settings.Config, places: Places, way: Way) -> int:
     """Run a node until it ends; its exit code."""
     shown = shown_settings(config, way)
-    size_bytes = host_bytes(config.node.host_bytes)
+    size_bytes = host_bytes(config.node.host_bytes, way)
     machine = Machine(
         MachineConfig(
             node=secrets.token_bytes(16),

@@ -10,7 +10,8 @@ it makes: by the last of them that the machine knows it by.
 
 Ownership
     machine, server, memory files   the loop's thread; nobody else touches them
-    allocating and freeing memory   one helper thread, which only sees the memory it was given
+    allocating and freeing memory,  one helper thread, which only sees the memory it was given; it
+    looking at what is left         looks between two of them, so what it has counted is there
 """
 
 import asyncio
@@ -58,6 +59,11 @@ class _Memory:
     shards: list[RegionMemory]
     generations: GenerationMemory
 
+    @property
+    def bytes_total(self) -> int:
+        """Of its shards, as the machine counts regions."""
+        return sum(shard.bytes_total for shard in self.shards)
+
 
 class Runtime:
     """One running node."""
@@ -75,6 +81,9 @@ class Runtime:
         self._server = Server(self._on_message, self._on_closed, logger.warning)
         self._memory: dict[int, _Memory] = {}
         self._allocator = ThreadPoolExecutor(1, thread_name_prefix="kvtide-memory")
+        self._allocator.submit(int).result()  # starts the thread while there is one to be had
+        self._charged_bytes = 0  # of regions that are allocated; the allocator's own
+        self._is_looking = False
         self._processes: dict[int, int] = {}  # pidfd by the connection that handed it over
         self._had_engine = False
         self._left: dict[str, int] = {}  # counts of engines that have left
@@ -89,8 +98,9 @@ class Runtime:
     # ---- life
 
     def listen(self) -> None:
-        """Be there for engines."""
+        """Be there for engines; with a limit that the memory around the node allows."""
         self._loop.set_exception_handler(self._on_exception)
+        self._looked(self._look())
         self._server.listen(self.socket_path)
         # Held open, the socket keeps its number: no other file can be taken for it.
         self._path_fd = os.open(self.socket_path, os.O_PATH | os.O_CLOEXEC)
@@ -103,10 +113,14 @@ class Runtime:
         # Not the loop's own threads, for which it would wait as long as the kernel likes. Several,
         # since the kernel takes a quarter of a second to free a GiB.
         freeing = ThreadPoolExecutor(FREEING_THREADS, thread_name_prefix="kvtide-free")
-        closing = [self._loop.run_in_executor(freeing, self._allocator.shutdown)]
-        closing += [self._loop.run_in_executor(freeing, _close_memory, one) for one in memories]
         try:
+            closing = [self._loop.run_in_executor(freeing, self._allocator.shutdown)]
+            closing += [
+                self._loop.run_in_executor(freeing, _close_memory, one) for one in memories
+            ]
             await asyncio.wait_for(asyncio.gather(*closing), STOP_S_MAX)
+        except RuntimeError as error:
+            logger.warning("memory is freed by ending: %s", error)  # no thread can be started
         except TimeoutError:
             logger.warning("memory is still being freed after %g s; ends without", STOP_S_MAX)
         return self.exit_code
@@ -137,15 +151,27 @@ class Runtime:
                 self.stop(f"its socket {self.socket_path} is gone", on_purpose=False)
 
     def _look_at_memory(self) -> None:
-        try:
-            limit = self._watch.limit(self.machine.host.allocated_bytes)
-        except (HostMemoryError, OSError, ValueError) as error:
-            # A strange /proc costs the watching, not the node; allocating asks for itself.
-            if str(error) != self._watch_fault:
-                self._watch_fault = str(error)
-                logger.warning("the memory around the node cannot be watched: %s", error)
+        if self._is_looking:
             return
-        if limit is not None:
+        self._is_looking = True
+        future = self._loop.run_in_executor(self._allocator, self._look)
+        future.add_done_callback(lambda done: self._looked(done.result()))
+
+    def _look(self) -> int | str | None:
+        """In the allocator's thread: a new limit, or why there is none to be seen."""
+        try:
+            return self._watch.limit(self._charged_bytes)
+        except (HostMemoryError, OSError, ValueError) as error:
+            return str(error)
+
+    def _looked(self, limit: int | str | None) -> None:
+        self._is_looking = False
+        if isinstance(limit, str):
+            # A strange /proc costs the watching, not the node; allocating asks for itself.
+            if limit != self._watch_fault:
+                self._watch_fault = limit
+                logger.warning("the memory around the node cannot be watched: %s", limit)
+        elif limit is not None:
             self._feed(fx.HostLimit(limit))
 
     def _path_is_ours(self) -> bool:
@@ -276,7 +302,7 @@ class Runtime:
                     self._make_region(region, layout, cell_count)
                 case fx.FreeRegion(region):
                     self._loop.run_in_executor(
-                        self._allocator, _close_memory, self._memory.pop(region)
+                        self._allocator, self._free, self._memory.pop(region)
                     )
                 case fx.Close(connection):
                     self._server.close_after_sending(connection)
@@ -298,8 +324,22 @@ class Runtime:
         self._server.send(effect.connection, offer, descriptors)
 
     def _make_region(self, number: int, layout: KVLayout, cell_count: int) -> None:
-        future = self._loop.run_in_executor(self._allocator, _allocate, number, layout, cell_count)
+        future = self._loop.run_in_executor(
+            self._allocator, self._allocate, number, layout, cell_count
+        )
         future.add_done_callback(lambda done: self._made(number, done))
+
+    def _allocate(self, number: int, layout: KVLayout, cell_count: int) -> "_Memory | str":
+        """In the allocator's thread."""
+        memory = _allocate(number, layout, cell_count)
+        if isinstance(memory, _Memory):
+            self._charged_bytes += memory.bytes_total
+        return memory
+
+    def _free(self, memory: _Memory) -> None:
+        """In the allocator's thread."""
+        _close_memory(memory)
+        self._charged_bytes -= memory.bytes_total
 
     def _made(self, number: int, done: "asyncio.Future[_Memory | str]") -> None:
         memory = done.result()
@@ -381,7 +421,7 @@ def _allocate(number: int, layout: KVLayout, cell_count: int) -> "_Memory | str"
             name = f"{number & 0xFFFF}-{shard}"
             shards.append(RegionMemory.create(name, cell_count * cell_bytes))
         return _Memory(layout, shards, GenerationMemory(f"{number & 0xFFFF}-g", cell_count))
-    except HostMemoryError as error:
+    except (HostMemoryError, OSError, ValueError) as error:  # the latter: a strange /proc
         for shard_memory in shards:
             shard_memory.close()
         return str(error)
