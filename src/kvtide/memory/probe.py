@@ -45,7 +45,7 @@ class CgroupLimit:
     Attributes:
         directory: where the group's files are.
         limit_bytes: the lower of hard limit and throttling mark.
-        used_bytes: without inactive file cache, which the kernel takes back before it kills.
+        used_bytes: without what the kernel takes back before it kills (`_reclaimable`).
     """
 
     directory: Path
@@ -274,26 +274,35 @@ def _unescaped(word: str) -> str:
 
 
 def _limit_v2(directory: Path) -> CgroupLimit | None:
-    used = _number(directory / "memory.current") - _statistic(directory, "inactive_file")
-    limits = [
+    limit = min(
         _number(directory / name, UNLIMITED_BYTES_MIN) for name in ("memory.max", "memory.high")
-    ]
-    return _limit(directory, min(limits), used)
+    )
+    if limit >= UNLIMITED_BYTES_MIN:
+        return None  # before its statistics, which the kernel has to add up, are asked for
+    used = _number(directory / "memory.current") - _reclaimable(_statistics(directory), "")
+    return CgroupLimit(directory, limit, max(0, used))
 
 
 def _limit_v1(directory: Path) -> CgroupLimit | None:
-    used = _number(directory / "memory.usage_in_bytes")
-    used -= _statistic(directory, "total_inactive_file")
     own = _number(directory / "memory.limit_in_bytes", UNLIMITED_BYTES_MIN)
+    found = _statistics(directory)
     # Counts ancestors too, those outside the mount included.
-    whole = _statistic(directory, "hierarchical_memory_limit", UNLIMITED_BYTES_MIN)
-    return _limit(directory, min(own, whole), used)
-
-
-def _limit(directory: Path, limit_bytes: int, used_bytes: int) -> CgroupLimit | None:
-    if limit_bytes >= UNLIMITED_BYTES_MIN:
+    limit = min(own, found.get("hierarchical_memory_limit", UNLIMITED_BYTES_MIN))
+    if limit >= UNLIMITED_BYTES_MIN:
         return None
-    return CgroupLimit(directory, limit_bytes, max(0, used_bytes))
+    used = _number(directory / "memory.usage_in_bytes") - _reclaimable(found, "total_")
+    return CgroupLimit(directory, limit, max(0, used))
+
+
+def _reclaimable(statistics: dict[str, int], prefix: str) -> int:
+    """What of a group's usage the kernel takes back before it kills.
+
+    As in MemAvailable: file cache and slabs, but for half of the files in active use. (A model
+    that was just read is all active file cache. Our own regions are none of these.)
+    """
+    names = ("inactive_file", "active_file", "slab_reclaimable")
+    inactive, active, slab = (statistics.get(prefix + name, 0) for name in names)
+    return inactive + active // 2 + slab
 
 
 def _number(path: Path, otherwise: int = 0) -> int:
@@ -302,9 +311,9 @@ def _number(path: Path, otherwise: int = 0) -> int:
     return int(text) if text.isdecimal() else otherwise
 
 
-def _statistic(directory: Path, name: str, otherwise: int = 0) -> int:
-    match = re.search(rf"^{name} (\d+)$", _read(directory / "memory.stat"), re.MULTILINE)
-    return int(match[1]) if match else otherwise
+def _statistics(directory: Path) -> dict[str, int]:
+    found = re.findall(r"^(\w+) (\d+)$", _read(directory / "memory.stat"), re.MULTILINE)
+    return {name: int(number) for name, number in found}
 
 
 def _read(path: Path) -> str:
