@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +27,7 @@ from kvtide.testing.fake_engine import FakeEngine, Loaded, make_tokens
 from kvtide.testing.node_process import NodeProcess
 from kvtide.units import GiB, KiB, MiB
 from kvtide.wire.command import ask
+from kvtide.wire.places import Places
 from tests.node.fixtures import StartNode
 from tests.wire.link_owner import wait_until
 
@@ -185,6 +187,18 @@ def test_frees_its_memory_within_the_time_it_has_to_stop(new_node: StartNode) ->
     assert "memory is still being freed after 0.5 s" in node.log()
 
 
+def test_files_in_use_are_kept_fresh(tmp_path: Path) -> None:
+    """Else whoever cleans up /tmp takes the lock and the log away after ten days."""
+    places = Places(tmp_path)
+    for path in (places.lock, places.log):
+        path.touch()
+        os.utime(path, (1e9, 1e9))
+    node = SimpleNamespace(socket_path=places.socket, places=places)
+    runtime.Runtime._keep_fresh(node)  # type: ignore[arg-type]
+    assert places.lock.stat().st_mtime > 1e9
+    assert places.log.stat().st_atime > 1e9
+
+
 # ---- settings of the node
 
 
@@ -282,7 +296,7 @@ def test_watch_counts_memory_from_made_to_freed(
         settings = MachineConfig(
             node=b"n", pid=1, version="0", host_bytes=GiB, linger_ms=0, first_number=1
         )
-        node = runtime.Runtime(Machine(settings), MonotonicClock(), tmp_path / "s", [])
+        node = runtime.Runtime(Machine(settings), MonotonicClock(), Places(tmp_path), [])
         monkeypatch.setattr(node._watch, "limit", charged.append)
         monkeypatch.setattr(runtime, "_close_memory", close_slowly)
         loop = asyncio.get_running_loop()

@@ -1,6 +1,7 @@
 """How a node starts, who it is, and how it ends."""
 
 import os
+import re
 import resource
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 
 from kvtide.errors import ConfigError, NodeUnreachable
 from kvtide.node import launch, main
+from kvtide.node.supervise import NodeStarter
 from kvtide.testing.fake_engine import FakeEngine
 from kvtide.testing.node_process import NodeProcess, wait_dead
 from kvtide.wire.command import ask
@@ -78,8 +80,8 @@ def test_http_does_not_delay_the_start(new_node: StartNode) -> None:
 def test_second_node_leaves_politely(running_node: NodeProcess) -> None:
     done = run_main(running_node.places.directory)
     assert done.returncode == 0
-    assert done.stderr.strip() == (
-        f"kvtide: a node is running already, in {running_node.places.directory}"
+    assert done.stderr.strip().endswith(
+        f" INFO a node is running already, in {running_node.places.directory}"
     )
     assert running_node.status()["node"]["pid"] == running_node.pid
 
@@ -148,8 +150,38 @@ def test_signal_ends_it_in_time_and_removes_the_socket(
     with FakeEngine(running_node.places, "one") as engine:
         running_node.signal(number)
         assert running_node.wait_gone(10)
-        assert engine.scheduler.wait_for(lambda: engine.scheduler.link.stopped_on_purpose)
+        assert engine.scheduler.wait_for(lambda: engine.scheduler.downs)
+        assert not engine.scheduler.link.stopped_on_purpose, "an engine may start another"
     assert not running_node.places.socket.exists()
+    assert not running_node.places.stopped.exists()
+
+
+def test_signal_to_a_node_in_the_foreground_is_on_purpose(runtime_dir: Path) -> None:
+    node = NodeProcess(runtime_dir)
+    environment = os.environ | {"KVTIDE_RUNTIME_DIR": str(runtime_dir)}
+    environment |= {"KVTIDE_HOST_BYTES": "64MiB"}
+    command = [sys.executable, "-m", "kvtide.cli.main", "serve"]
+    node.places.stopped.write_text("")
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as child:
+        node.wait_answer()
+        assert not node.places.stopped.exists(), "somebody has started one"
+        with FakeEngine(node.places, "one") as engine:
+            child.terminate()
+            assert child.wait(10) == 0
+            assert engine.scheduler.wait_for(lambda: engine.scheduler.link.stopped_on_purpose)
+    assert node.places.stopped.read_text() == "SIGTERM\n"
+
+
+def test_launcher_says_why_there_is_no_place_for_a_node(new_node: StartNode) -> None:
+    node = new_node()
+    node.places.directory.chmod(0o755)
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        node.launch()
+    assert raised.value.returncode == launch.EXIT_CONFIG
+    assert "is open to others" in raised.value.stderr
+    starter = NodeStarter(node.places.directory)
+    starter.absent(0.0)
+    assert "is open to others" in starter.error
 
 
 def test_survives_the_process_group_that_started_it(new_node: StartNode) -> None:
@@ -294,7 +326,7 @@ def test_open_directory_is_refused(runtime_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"open to others \(mode 750\): chmod 700 it"):
         open_directory(runtime_dir)
     done = run_main(runtime_dir)
-    assert done.returncode == main.EXIT_CONFIG
+    assert done.returncode == launch.EXIT_CONFIG
     assert "chmod 700" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -322,7 +354,7 @@ def test_directory_is_made_for_its_user_alone(runtime_dir: Path) -> None:
 
 def test_too_long_a_path_is_refused_with_both_lengths(runtime_dir: Path) -> None:
     done = run_main(runtime_dir / ("x" * 100))
-    assert done.returncode == main.EXIT_CONFIG
+    assert done.returncode == launch.EXIT_CONFIG
     assert "the kernel allows 107" in done.stderr
     with pytest.raises(ConfigError, match="107"):
         ask(Places(runtime_dir / ("x" * 100)), "status")
@@ -364,7 +396,8 @@ def test_unusable_settings_are_said(
     runtime_dir: Path, settings: dict[str, str], said: str
 ) -> None:
     done = run_main(runtime_dir, **settings)
-    assert done.returncode == main.EXIT_CONFIG
+    assert done.returncode == launch.EXIT_CONFIG
+    assert re.match(r"\d{4}-\d\d-\d\d .* CRITICAL ", done.stderr), "as the log's lines"
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert "secret" not in done.stderr

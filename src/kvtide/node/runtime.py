@@ -15,13 +15,13 @@ Ownership
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import traceback
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvtide.clock import Clock
@@ -35,6 +35,7 @@ from kvtide.memory.region import GenerationMemory, RegionMemory
 from kvtide.node.processes import pidfd_fault
 from kvtide.node.report import add_left, config_values, numbers, status
 from kvtide.node.watch import MemoryWatch
+from kvtide.wire.places import Places
 from kvtide.wire.server import Connection, Server
 
 logger = logging.getLogger("kvtide.node")
@@ -42,6 +43,8 @@ logger = logging.getLogger("kvtide.node")
 TICK_S = 0.1
 PULSE_TICKS = 10
 """Every so many ticks: look at memory, at the socket's path."""
+FRESH_TICKS = 3_600 * PULSE_TICKS
+"""Every so many ticks, an hour: files in use are marked as such."""
 STOP_S_MAX = 5.0
 FREEING_THREADS = 8
 NAME_CHARS_SHOWN = 64
@@ -69,11 +72,12 @@ class Runtime:
     """One running node."""
 
     def __init__(
-        self, machine: Machine, clock: Clock, socket_path: Path, shown: list[dict[str, str]]
+        self, machine: Machine, clock: Clock, places: Places, shown: list[dict[str, str]]
     ) -> None:
         self.machine = machine
         self.clock = clock
-        self.socket_path = socket_path
+        self.places = places
+        self.socket_path = places.socket
         self.started_ms = clock.now_ms()
         self.ended = asyncio.Event()
         self.exit_code = 0
@@ -104,6 +108,8 @@ class Runtime:
         self._server.listen(self.socket_path)
         # Held open, the socket keeps its number: no other file can be taken for it.
         self._path_fd = os.open(self.socket_path, os.O_PATH | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):
+            self.places.stopped.unlink(missing_ok=True)
         self._loop.call_later(TICK_S, self._tick)
 
     async def run(self) -> int:
@@ -131,6 +137,9 @@ class Runtime:
             return
         logger.info("ends: %s", why)
         self.exit_code = exit_code
+        if on_purpose:  # for engines that do not hear it: connecting, refused, in a pause
+            with contextlib.suppress(OSError):
+                self.places.stopped.write_text(f"{why}\n", encoding="utf-8")
         self._server.broadcast(m.Stopping(on_purpose))
         self.ended.set()
         self._server.close()
@@ -147,6 +156,8 @@ class Runtime:
         self._feed(fx.Tick())
         if self._ticks % PULSE_TICKS == 0:
             self._look_at_memory()
+            if self._ticks % FRESH_TICKS == 0:
+                self._keep_fresh()
             if not self._path_is_ours():
                 self.stop(f"its socket {self.socket_path} is gone", on_purpose=False)
 
@@ -173,6 +184,12 @@ class Runtime:
                 logger.warning("the memory around the node cannot be watched: %s", limit)
         elif limit is not None:
             self._feed(fx.HostLimit(limit))
+
+    def _keep_fresh(self) -> None:
+        """Those who clean up temporary directories go by a file's times."""
+        for path in (self.socket_path, self.places.lock, self.places.log):
+            with contextlib.suppress(OSError):
+                os.utime(path)
 
     def _path_is_ours(self) -> bool:
         try:

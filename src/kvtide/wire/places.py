@@ -29,6 +29,11 @@ class Places:
         return self.directory / f"node-{WIRE_VERSION}.lock"
 
     @property
+    def stopped(self) -> Path:
+        """Left by a node that was stopped on purpose, taken away by the next one."""
+        return self.directory / f"node-{WIRE_VERSION}.stopped"
+
+    @property
     def log(self) -> Path:
         """The node's log."""
         return self.directory / f"node-{WIRE_VERSION}.log"
