@@ -12,6 +12,7 @@ Rejected: several tables merged at import (then names depend on what was importe
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,15 @@ OTHER_VARIABLES = {
     "KVTIDE_TORCH_ARGS": "Only for `scripts/setup`: arguments for pip when it installs torch.",
 }
 """Variables named KVTIDE_* that are not keys, and what they do."""
+
+_SERVICE_LINK = re.compile(
+    r"KVTIDE_([A-Z0-9_]+_)?("
+    r"SERVICE_HOST=[0-9a-fA-F.:]+|SERVICE_PORT(_[A-Z0-9_]+)?=\d+"
+    r"|PORT(_\d+_(TCP|UDP|SCTP))?=(tcp|udp|sctp)://.+"
+    r"|PORT_\d+_(TCP|UDP|SCTP)_(PROTO=(tcp|udp|sctp)|PORT=\d+|ADDR=[0-9a-fA-F.:]+))"
+)
+"""What Kubernetes tells every container of a namespace about its services named kvtide…: names and
+values of exactly this kind are nobody's settings, nor misspelt ones."""
 
 ENVIRONMENT_PREFIX = "KVTIDE_"
 EXTRA_PREFIX = "kvtide."
@@ -143,7 +153,7 @@ KEYS = (
         default=None,
         parse=values.parse_address,
         owner="node",
-        accepts="host:port, such as 127.0.0.1:9470 or [::1]:9470",
+        accepts="address:port, such as 127.0.0.1:9470, [::1]:9470 or localhost:9470",
         doc="Where the node serves `/healthz`, `/metrics` and `/status`. Not given: no HTTP.",
     ),
     Key(
@@ -322,11 +332,15 @@ def _config_file(environ: Mapping[str, str]) -> Path | None:
     asked = environ.get(CONFIG_FILE)
     if asked is not None:
         path = Path(asked)
-        if not path.is_file():
-            raise ConfigError(f"{CONFIG_FILE} names {asked!r}, which is not a file; correct it")
+        if not os.path.isfile(path):
+            raise ConfigError(
+                f"{CONFIG_FILE} names {asked!r}, which is not a file, or not for this user to see;"
+                " correct it"
+            )
         return path
     path = _users_dir(environ, "XDG_CONFIG_HOME", ".config") / "kvtide.yaml"
-    return path if path.is_file() else None
+    # Unlike Path's, this one is False where we may not look: HOME may be somebody else's.
+    return path if os.path.isfile(path) else None
 
 
 def _users_dir(environ: Mapping[str, str], variable: str, below_home: str) -> Path:
@@ -370,6 +384,8 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
     for variable, raw in environ.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in OTHER_VARIABLES:
             continue
+        if _SERVICE_LINK.fullmatch(f"{variable}={raw}"):
+            continue
         if variable not in by_variable:
             known = [*by_variable, *OTHER_VARIABLES]
             near = difflib.get_close_matches(variable, known, n=1, cutoff=0.75)
@@ -404,9 +420,9 @@ def _runtime_dir(environ: Mapping[str, str]) -> Path:
             )
         return path
     users = Path(environ.get("XDG_RUNTIME_DIR", ""))
-    if users.is_absolute() and users.is_dir():
+    if users.is_absolute() and os.path.isdir(users):
         return users / "kvtide"
     temporary = Path(environ.get("TMPDIR", ""))
-    if not (temporary.is_absolute() and temporary.is_dir()):
+    if not (temporary.is_absolute() and os.path.isdir(temporary)):
         temporary = Path("/tmp")
     return temporary / f"kvtide-{os.getuid()}"

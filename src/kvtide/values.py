@@ -13,15 +13,24 @@ from kvtide.units import KiB, MiB, format_bytes, parse_bytes
 
 HOST_BYTES_MIN = MiB  # below this, somebody has left out the unit
 CHUNK_TOKENS_MIN, CHUNK_TOKENS_MAX = 16, 8192  # one block of the smallest engines; a long prompt
+LOCALHOST = "localhost"
 TOKEN_LENGTH_MAX = KiB  # of an HTTP header
 
 
 @dataclass(frozen=True, slots=True)
 class HTTPAddress:
-    """Where the node listens for HTTP; port 0 lets the kernel choose."""
+    """Where the node listens for HTTP: an IP address or `localhost`, and a port.
+
+    Port 0 lets the kernel choose.
+    """
 
     host: str
     port: int
+
+    @property
+    def ip(self) -> str:
+        """The host as an IP address."""
+        return "127.0.0.1" if self.host == LOCALHOST else self.host
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -55,8 +64,10 @@ def parse_address(raw: object) -> HTTPAddress:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
         ipaddress.IPv6Address(host)  # raises ValueError and says why
-    elif any(character in host for character in ":[]/@ "):
+    elif ":" in host:
         raise ValueError("not host:port (an IPv6 address stands in brackets)")
+    elif host != LOCALHOST:
+        ipaddress.IPv4Address(host)  # a name would be asked for while engines wait for the node
     return HTTPAddress(host, int(port))
 
 

@@ -154,6 +154,30 @@ def test_clients_that_say_nothing_are_bounded(address: str) -> None:
     wait_page(address)
 
 
+def test_clients_that_trickle_are_cut_off(address: str) -> None:
+    """A byte now and then is no silence: as many as are served at once, and still others are."""
+    host, port = address.split(":")
+    with ExitStack() as stack:
+        slow = [
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            for _ in range(http.PAGES_MAX)
+        ]
+        until_s = time.monotonic() + 3 * http.REQUEST_S_MAX
+        while slow and time.monotonic() < until_s:
+            time.sleep(0.2)
+            slow = [sock for sock in slow if is_fed(sock)]
+        assert not slow
+    assert get(address, "/healthz") == (200, "ok\n")
+
+
+def is_fed(sock: socket.socket) -> bool:
+    try:
+        sock.send(b"x")
+    except OSError:
+        return False
+    return True
+
+
 def test_taken_port_is_one_warning(new_node: StartNode) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -300,6 +324,14 @@ def test_status_of_the_command_line_is_the_same(address: str, new_node: StartNod
     for either in (body, asked):
         del either["node"]["uptime_s"]
     assert body == asked
+
+
+def test_sums_are_exact() -> None:
+    """Rates are differences: six digits would hide a load of 0.1 s behind 100,000 s."""
+    host = dict.fromkeys([metric.source for metric in METRICS if metric.kind == "gauge"], 0)
+    numbers = {"host": host, "engines": 0, "counts": {"load.us.sum": 123_456_789_000_001}}
+    text = render(numbers | {"evicted": {}})
+    assert "kvtide_load_seconds_sum 123456789.000001\n" in text
 
 
 def test_render_takes_numbers_without_engines() -> None:
