@@ -128,6 +128,21 @@ def test_a_mapping_is_left_out_of_core_dumps(mapped: MappedRegion) -> None:
     assert "dd" in smaps(address_of(mapped._cells))["VmFlags"].split()
 
 
+def test_a_mapping_is_not_inherited_by_a_fork(mapped: MappedRegion) -> None:
+    assert "dc" in smaps(address_of(mapped._cells))["VmFlags"].split()
+
+
+def test_mapping_without_descriptors_names_their_limit(
+    memory: RegionMemory, generations: GenerationMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(region_module.mmap, "mmap", refuse)
+    with pytest.raises(HostMemoryError, match="Too many open files; see the limit on open files"):
+        MappedRegion(memory.fd, REGION_BYTES, generations.fd, CELL_BYTES)
+
+
 def test_populating_fills_the_page_tables(mapped: MappedRegion) -> None:
     address = address_of(mapped._cells)
     assert smaps(address)["Rss"] == "0 kB"

@@ -347,6 +347,15 @@ def test_file_in_place_of_the_directory_is_refused(runtime_dir: Path) -> None:
         open_directory(place / "below")
 
 
+def test_link_in_place_of_the_directory_is_refused(runtime_dir: Path) -> None:
+    """Who may write to /tmp could lead us to a directory of ours that is meant for others."""
+    (runtime_dir / "ours").mkdir(0o700)
+    link = runtime_dir / "link"
+    link.symlink_to(runtime_dir / "ours")
+    with pytest.raises(ConfigError, match="is a symbolic link"):
+        open_directory(link)
+
+
 def test_directory_is_made_for_its_user_alone(runtime_dir: Path) -> None:
     places = open_directory(runtime_dir / "a" / "b")
     assert stat.S_IMODE(places.directory.stat().st_mode) == 0o700

@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import os
 
+MADV_DONTFORK = 10
 MADV_DONTDUMP = 16
 MADV_POPULATE_WRITE = 23  # since Linux 5.14; EINVAL before
 

@@ -36,7 +36,13 @@ from collections.abc import Callable
 
 from kvtide.errors import HostMemoryError, WireError
 from kvtide.memory import probe
-from kvtide.memory.advice import MADV_DONTDUMP, MADV_POPULATE_WRITE, address_of, advise
+from kvtide.memory.advice import (
+    MADV_DONTDUMP,
+    MADV_DONTFORK,
+    MADV_POPULATE_WRITE,
+    address_of,
+    advise,
+)
 from kvtide.units import MiB, format_bytes
 
 ALLOCATE_BYTES = 64 * MiB
@@ -161,10 +167,15 @@ class MappedRegion:
             self._generations = mmap.mmap(generations_fd, generations_bytes, prot=mmap.PROT_READ)
             self._cells = mmap.mmap(fd, bytes_total)
             advise(address_of(self._cells), bytes_total, MADV_DONTDUMP)
+            # What the engine forks (a data loader, a compiler) has no business in the cache.
+            advise(address_of(self._cells), bytes_total, MADV_DONTFORK)
         except OSError as error:
+            limits = "the limits on address space and mappings"
+            if error.errno == errno.EMFILE:  # a mapping keeps a descriptor of its file
+                limits = "the limit on open files (`ulimit -n`), of which each region takes two"
             raise HostMemoryError(
                 f"cannot map a region of {format_bytes(bytes_total)}: {error.strerror};"
-                " see the limits on address space and mappings"
+                f" see {limits}"
             ) from error
         self.cells = memoryview(self._cells)
         self.generations = memoryview(self._generations).cast("Q")
