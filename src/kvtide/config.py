@@ -33,8 +33,8 @@ OTHER_VARIABLES = {
     RUNTIME_DIR: "Absolute path of the directory of the node's socket, lock and log. Without it:"
     " `$XDG_RUNTIME_DIR/kvtide` where `$XDG_RUNTIME_DIR` is a directory, else `kvtide-<uid>` in"
     " `$TMPDIR` or `/tmp`. Engines meet in a node by having the same one.",
-    "KVTIDE_SALT": "Only for `kvtide clear`: the salt whose entries it takes away. A node that is"
-    " started does not inherit it.",
+    "KVTIDE_SALT": "Only for `kvtide clear`: the salt whose entries it takes away; it may not be"
+    " empty. A node that is started does not inherit it.",
     "KVTIDE_TORCH_ARGS": "Only for `scripts/setup`: arguments for pip when it installs torch.",
 }
 """Variables named KVTIDE_* that are not keys, and what they do."""

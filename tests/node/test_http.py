@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtide import config
 from kvtide.core import messages as m
 from kvtide.metrics import LABELS_MAX, METRICS, Counters, render
 from kvtide.node import http
@@ -192,6 +193,18 @@ def test_taken_port_is_one_warning(new_node: StartNode) -> None:
         assert len(warnings) == 1
         assert "no HTTP at 127.0.0.1" in warnings[0]
         assert "the node serves engines all the same" in warnings[0]
+
+
+def test_no_thread_for_pages_is_one_warning(
+    new_node: StartNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(http.threading.Thread, "start", refuse)
+    found = config.read(environ={"HOME": "/", "KVTIDE_HTTP_ADDRESS": "localhost:0"})
+    with http.HTTPPages.opened(found.node, None, None):  # type: ignore[arg-type]
+        assert "no HTTP at localhost:0 (can't start new thread)" in caplog.text
 
 
 def test_address_that_is_not_here_is_one_warning(new_node: StartNode) -> None:

@@ -187,6 +187,30 @@ def test_frees_its_memory_within_the_time_it_has_to_stop(new_node: StartNode) ->
     assert "memory is still being freed after 0.5 s" in node.log()
 
 
+def test_thread_that_allocates_is_there_from_the_start(running_node: NodeProcess) -> None:
+    """Later there may be no number left for one."""
+    assert len(os.listdir(f"/proc/{running_node.pid}/task")) == 2
+
+
+def test_no_thread_to_free_memory_is_not_the_nodes_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its end frees it all the same."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def live() -> int:
+        node = runtime.Runtime(fresh_machine(), MonotonicClock(), Places(tmp_path), [])
+        node._allocator.shutdown()
+        monkeypatch.setattr(node._loop, "run_in_executor", refuse)
+        node.ended.set()
+        return await node.run()
+
+    assert asyncio.run(live()) == 0
+    assert "memory is freed by ending: can't start new thread" in caplog.text
+
+
 def test_files_in_use_are_kept_fresh(tmp_path: Path) -> None:
     """Else whoever cleans up /tmp takes the lock and the log away after ten days."""
     places = Places(tmp_path)
@@ -280,6 +304,13 @@ def test_region_that_cannot_be_made_is_refused_and_leaves_nothing(
     assert set(os.listdir("/proc/self/fd")) == before
 
 
+def fresh_machine() -> Machine:
+    """One with 1 GiB."""
+    return Machine(
+        MachineConfig(node=b"n", pid=1, version="0", host_bytes=GiB, linger_ms=0, first_number=1)
+    )
+
+
 def test_watch_counts_memory_from_made_to_freed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -293,10 +324,7 @@ def test_watch_counts_memory_from_made_to_freed(
         close(memory)
 
     async def live() -> None:
-        settings = MachineConfig(
-            node=b"n", pid=1, version="0", host_bytes=GiB, linger_ms=0, first_number=1
-        )
-        node = runtime.Runtime(Machine(settings), MonotonicClock(), Places(tmp_path), [])
+        node = runtime.Runtime(fresh_machine(), MonotonicClock(), Places(tmp_path), [])
         monkeypatch.setattr(node._watch, "limit", charged.append)
         monkeypatch.setattr(runtime, "_close_memory", close_slowly)
         loop = asyncio.get_running_loop()
@@ -333,8 +361,6 @@ def test_counts_of_engines_that_left_are_bounded() -> None:
         report.add_left(left, {f"name {number}": 1})
     assert len(left) <= report.LEFT_NAMES_MAX + 1
     assert sum(left.values()) == report.LEFT_NAMES_MAX * 2
-    machine = Machine(
-        MachineConfig(node=b"n", pid=1, version="0", host_bytes=GiB, linger_ms=0, first_number=1)
-    )
+    machine = fresh_machine()
     machine.handle(Tick(), 1)
     assert report.totals(machine, {"name": 1 << 70})["name"] == report.COUNT_MAX
