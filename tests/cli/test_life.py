@@ -31,6 +31,9 @@ def test_stop_ends_the_node(run: Run, running_node: NodeProcess) -> None:
     assert result.output == f"node {pid} has ended\n"
     assert result.exit_code == 0
     assert wait_dead(pid, 0)
+    assert running_node.places.stopped.exists(), "engines that were not connected start none"
+    running_node.start()
+    assert not running_node.places.stopped.exists(), "somebody has started one"
 
 
 def test_stop_without_a_node_is_no_mistake(run: Run, runtime_dir: Path) -> None:

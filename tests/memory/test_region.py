@@ -128,8 +128,34 @@ def test_a_mapping_is_left_out_of_core_dumps(mapped: MappedRegion) -> None:
     assert "dd" in smaps(address_of(mapped._cells))["VmFlags"].split()
 
 
-def test_a_mapping_is_not_inherited_by_a_fork(mapped: MappedRegion) -> None:
-    assert "dc" in smaps(address_of(mapped._cells))["VmFlags"].split()
+def test_what_a_worker_forks_keeps_no_memory(
+    memory: RegionMemory, generations: GenerationMemory, mapped: MappedRegion
+) -> None:
+    """Neither the mapping nor a descriptor; its addresses stay taken, and may be unmapped."""
+    mapped.cells[:4] = b"tide"
+    inode = str(os.fstat(memory.fd).st_ino)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+            is_mapped = any(line.split()[4] == inode for line in maps)
+            is_taken = any(line.startswith(f"{mapped._address:x}-") for line in maps)
+            links = [os.readlink(f"/proc/self/fd/{name}") for name in open_descriptors_live()]
+            is_open = any(link.startswith("/memfd:kvtide:test") for link in links)
+            if not is_mapped and is_taken and not is_open:
+                mapped.close()
+                code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert mapped.cells[:4] == b"tide"
+    assert os.fstat(memory.fd).st_size == REGION_BYTES
+
+
+def open_descriptors_live() -> list[str]:
+    """Those that are open after they were listed."""
+    return [name for name in open_descriptors() if Path(f"/proc/self/fd/{name}").exists()]
 
 
 def test_mapping_without_descriptors_names_their_limit(
