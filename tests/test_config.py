@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvtide import config
-from kvtide.config import Config, EngineConfig, HTTPAddress, NodeConfig
+from kvtide.config import Config, EngineConfig, NodeConfig
 from kvtide.errors import ConfigError
 from kvtide.units import GiB, MiB
+from kvtide.values import HTTPAddress
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "s3cr3t-and-long"
@@ -136,6 +137,8 @@ def test_an_address_is_read_and_shown_alike(
         ("http_address", "localhost:65536"),
         ("http_address", "localhost:-1"),
         ("http_address", "::1:9470"),
+        ("http_address", "example.com:9470"),
+        ("http_address", "127.1:9470"),
         ("http_address", "[::x]:9470"),
         ("http_address", "[]:9470"),
         ("http_address", "http://localhost:9470"),
@@ -284,6 +287,56 @@ def test_the_runtime_directory_is_the_given_the_users_or_a_temporary_one(tmp_pat
     for wrong in ("", "kv"):
         with pytest.raises(ConfigError, match="absolute path"):
             read(tmp_path, KVTIDE_RUNTIME_DIR=wrong)
+
+
+LINKS = {
+    "KVTIDE_SERVICE_HOST": "10.96.0.17",
+    "KVTIDE_SERVICE_PORT": "9470",
+    "KVTIDE_SERVICE_PORT_HTTP": "9470",
+    "KVTIDE_PORT": "tcp://10.96.0.17:9470",
+    "KVTIDE_PORT_9470_TCP": "tcp://10.96.0.17:9470",
+    "KVTIDE_PORT_9470_TCP_PROTO": "tcp",
+    "KVTIDE_PORT_9470_TCP_PORT": "9470",
+    "KVTIDE_PORT_9470_TCP_ADDR": "10.96.0.17",
+    "KVTIDE_NODE_SERVICE_HOST": "fd00::17",
+    "KVTIDE_NODE_PORT": "udp://[fd00::17]:1",
+}
+"""As Kubernetes writes them for the services kvtide and kvtide-node."""
+
+
+def test_links_to_services_of_kubernetes_are_nobodys_settings(tmp_path: Path) -> None:
+    assert read(tmp_path, **LINKS) == read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("KVTIDE_HTTP_PORT", "9470"),
+        ("KVTIDE_PORT", "9470"),
+        ("KVTIDE_SERVICE_HOST", "everywhere"),
+        ("KVTIDE_PORT_9470", "tcp://10.96.0.17:9470"),
+        ("KVTIDE_SERVICE", "1"),
+    ],
+)
+def test_what_only_looks_like_a_link_is_refused(tmp_path: Path, name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"environment's {name} is not a setting"):
+        read(tmp_path, **{name: value})
+
+
+def test_home_of_somebody_else_has_no_settings_for_us(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container of uid 1000 with HOME=/root: what may not be looked at is not there."""
+
+    def forbidden(path: object, **_: object) -> os.stat_result:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "stat", forbidden)
+    found = config.read(environ={"HOME": "/root", "XDG_RUNTIME_DIR": "/root/run", "TMPDIR": "/t"})
+    assert found.node.host_bytes is None
+    assert found.runtime_dir == Path("/tmp") / f"kvtide-{os.getuid()}"
+    with pytest.raises(ConfigError, match="which is not a file, or not for this user"):
+        config.read(environ={"KVTIDE_CONFIG_FILE": "/root/k.yaml"})
 
 
 def test_committed_pages_equal_the_tables() -> None:

@@ -11,9 +11,8 @@ Rejected: several tables merged at import (then names depend on what was importe
 """
 
 import difflib
-import ipaddress
-import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +20,8 @@ from typing import Any, Literal
 
 import yaml
 
+from kvtide import values
 from kvtide.errors import ConfigError
-from kvtide.units import KiB, MiB, format_bytes, parse_bytes
 
 Owner = Literal["node", "engine"]
 
@@ -34,29 +33,23 @@ OTHER_VARIABLES = {
     RUNTIME_DIR: "Absolute path of the directory of the node's socket, lock and log. Without it:"
     " `$XDG_RUNTIME_DIR/kvtide` where `$XDG_RUNTIME_DIR` is a directory, else `kvtide-<uid>` in"
     " `$TMPDIR` or `/tmp`. Engines meet in a node by having the same one.",
-    "KVTIDE_SALT": "Only for `kvtide clear`: the salt whose entries it takes away. A node that is"
-    " started does not inherit it.",
+    "KVTIDE_SALT": "Only for `kvtide clear`: the salt whose entries it takes away; it may not be"
+    " empty. A node that is started does not inherit it.",
     "KVTIDE_TORCH_ARGS": "Only for `scripts/setup`: arguments for pip when it installs torch.",
 }
 """Variables named KVTIDE_* that are not keys, and what they do."""
 
+_SERVICE_LINK = re.compile(
+    r"KVTIDE_([A-Z0-9_]+_)?("
+    r"SERVICE_HOST=[0-9a-fA-F.:]+|SERVICE_PORT(_[A-Z0-9_]+)?=\d+"
+    r"|PORT(_\d+_(TCP|UDP|SCTP))?=(tcp|udp|sctp)://.+"
+    r"|PORT_\d+_(TCP|UDP|SCTP)_(PROTO=(tcp|udp|sctp)|PORT=\d+|ADDR=[0-9a-fA-F.:]+))"
+)
+"""What Kubernetes tells every container of a namespace about its services named kvtide…: names and
+values of exactly this kind are nobody's settings, nor misspelt ones."""
+
 ENVIRONMENT_PREFIX = "KVTIDE_"
 EXTRA_PREFIX = "kvtide."
-HOST_BYTES_MIN = MiB  # below this, somebody has left out the unit
-CHUNK_TOKENS_MIN, CHUNK_TOKENS_MAX = 16, 8192  # one block of the smallest engines; a long prompt
-TOKEN_LENGTH_MAX = KiB  # of an HTTP header
-
-
-@dataclass(frozen=True, slots=True)
-class HTTPAddress:
-    """Where the node listens for HTTP; port 0 lets the kernel choose."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +58,7 @@ class NodeConfig:
 
     host_bytes: int | None  # bytes; None: a quarter of what is available, at most 64 GiB
     linger_s: float  # seconds from the last engine's leaving to the node's end
-    http_address: HTTPAddress | None  # None: no HTTP
+    http_address: values.HTTPAddress | None  # None: no HTTP
     http_token: str | None = field(repr=False)  # None: pages that need one answer 403
 
 
@@ -109,78 +102,6 @@ class Config:
         return list(self.shown)
 
 
-def _parse_host_bytes(raw: object) -> int | None:
-    if raw == "auto":
-        return None
-    size = parse_bytes(raw)
-    if size < HOST_BYTES_MIN:
-        raise ValueError(f"{size} bytes is too little to be meant; write a unit, such as 16GiB")
-    return size
-
-
-def _parse_seconds(raw: object) -> float:
-    is_number = isinstance(raw, int | float | str) and not isinstance(raw, bool)
-    seconds = float(str(raw)) if is_number else math.nan
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise ValueError("not a number of seconds")
-    return seconds
-
-
-def _parse_address(raw: object) -> HTTPAddress:
-    host, colon, port = raw.rpartition(":") if isinstance(raw, str) else ("", "", "")
-    if not colon or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-        raise ValueError("not host:port")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-        ipaddress.IPv6Address(host)  # raises ValueError and says why
-    elif any(character in host for character in ":[]/@ "):
-        raise ValueError("not host:port (an IPv6 address stands in brackets)")
-    return HTTPAddress(host, int(port))
-
-
-def _parse_token(raw: object) -> str:
-    is_text = isinstance(raw, str) and 0 < len(raw) <= TOKEN_LENGTH_MAX
-    if not is_text or not all("!" <= character <= "~" for character in str(raw)):
-        raise ValueError("not such a text (in YAML, digits alone need quotes)")
-    return str(raw)
-
-
-def _parse_flag(raw: object) -> bool:
-    if isinstance(raw, bool):
-        return raw
-    if isinstance(raw, str) and raw.lower() in ("true", "false"):
-        return raw.lower() == "true"
-    raise ValueError("neither true nor false")
-
-
-def _parse_chunk_tokens(raw: object) -> int:
-    tokens = int(raw) if isinstance(raw, str) and raw.isdecimal() else raw
-    if type(tokens) is not int or not CHUNK_TOKENS_MIN <= tokens <= CHUNK_TOKENS_MAX:
-        raise ValueError("not such a number")
-    return tokens
-
-
-def _one_of(*words: str) -> Callable[[object], str]:
-    def parse(raw: object) -> str:
-        if raw not in words:
-            raise ValueError("not one of them")
-        return str(raw)
-
-    return parse
-
-
-def _show(value: object) -> str:
-    if value is None:
-        return "not set"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value).removesuffix(".0")
-
-
-def _show_host_bytes(value: object) -> str:
-    return f"{format_bytes(value)} ({value} bytes)" if isinstance(value, int) else "auto"
-
-
 @dataclass(frozen=True, slots=True)
 class Key:
     """One setting. `parse` takes text, or a value of YAML or JSON, and raises ValueError."""
@@ -191,7 +112,7 @@ class Key:
     owner: Owner
     accepts: str
     doc: str
-    show: Callable[[object], str] = _show
+    show: Callable[[object], str] = values.show
     secret: bool = False
 
     @property
@@ -208,19 +129,20 @@ KEYS = (
     Key(
         "host_bytes",
         default=None,
-        parse=_parse_host_bytes,
+        parse=values.parse_host_bytes,
         owner="node",
         accepts="`auto`, or a size such as 16GiB",
         doc="Most memory that the node keeps KV cache in; it grows there as it is used. `auto` is"
         " a quarter of the memory available when the node starts (the smaller of MemAvailable and"
-        " the cgroup's limit minus its usage), at most 64 GiB. A node that is asked for more than"
-        " is available does not start.",
-        show=_show_host_bytes,
+        " the cgroup's limit minus its usage), at most 64 GiB. 3 % of the machine, and of the"
+        " cgroup's limit, stay free, 256 MiB at least. Asked for more than that leaves,"
+        " `kvtide serve` does not start, and a node that an engine starts makes do with less.",
+        show=values.show_host_bytes,
     ),
     Key(
         "linger_s",
         default=600.0,
-        parse=_parse_seconds,
+        parse=values.parse_seconds,
         owner="node",
         accepts="seconds, 0 or more",
         doc="How long the node, and what it keeps, stays after its last engine has left; 0: not at"
@@ -229,15 +151,15 @@ KEYS = (
     Key(
         "http_address",
         default=None,
-        parse=_parse_address,
+        parse=values.parse_address,
         owner="node",
-        accepts="host:port, such as 127.0.0.1:9470 or [::1]:9470",
+        accepts="address:port, such as 127.0.0.1:9470, [::1]:9470 or localhost:9470",
         doc="Where the node serves `/healthz`, `/metrics` and `/status`. Not given: no HTTP.",
     ),
     Key(
         "http_token",
         default=None,
-        parse=_parse_token,
+        parse=values.parse_token,
         owner="node",
         accepts="text without spaces, at most 1024 ASCII characters",
         doc="Bearer token for `/status`. Not given: `/status` is refused; the other two pages"
@@ -247,7 +169,7 @@ KEYS = (
     Key(
         "enabled",
         default=True,
-        parse=_parse_flag,
+        parse=values.parse_flag,
         owner="engine",
         accepts="true or false",
         doc="With `false` the engine serves as if kvtide were not there.",
@@ -255,9 +177,9 @@ KEYS = (
     Key(
         "chunk_tokens",
         default=256,
-        parse=_parse_chunk_tokens,
+        parse=values.parse_chunk_tokens,
         owner="engine",
-        accepts=f"a whole number from {CHUNK_TOKENS_MIN} to {CHUNK_TOKENS_MAX}",
+        accepts=f"a whole number from {values.CHUNK_TOKENS_MIN} to {values.CHUNK_TOKENS_MAX}",
         doc="Tokens that are stored and moved together, rounded down to whole blocks of the"
         " engine. Hits do not depend on it: they are as fine as the engine's own prefix cache."
         " Engines share only if theirs are equal.",
@@ -265,7 +187,7 @@ KEYS = (
     Key(
         "multimodal_ids",
         default="salted",
-        parse=_one_of("salted", "trusted"),
+        parse=values.one_of("salted", "trusted"),
         owner="engine",
         accepts="`salted` or `trusted`",
         doc="Whether requests with images, audio or video are cached. `salted`: only those that"
@@ -276,7 +198,7 @@ KEYS = (
     Key(
         "weights_change",
         default="none",
-        parse=_one_of("none", "reset"),
+        parse=values.one_of("none", "reset"),
         owner="engine",
         accepts="`none` or `reset`",
         doc="Whether weights may change under a running engine. `none`: an engine set up for it is"
@@ -286,7 +208,7 @@ KEYS = (
     Key(
         "any_engine_version",
         default=False,
-        parse=_parse_flag,
+        parse=values.parse_flag,
         owner="engine",
         accepts="true or false",
         doc="With `true` kvtide also works in versions of the engine that it was not tested with.",
@@ -294,7 +216,7 @@ KEYS = (
     Key(
         "start_node",
         default=True,
-        parse=_parse_flag,
+        parse=values.parse_flag,
         owner="engine",
         accepts="true or false",
         doc="Whether the connector starts a node when none is there. With `false` it waits for"
@@ -410,11 +332,15 @@ def _config_file(environ: Mapping[str, str]) -> Path | None:
     asked = environ.get(CONFIG_FILE)
     if asked is not None:
         path = Path(asked)
-        if not path.is_file():
-            raise ConfigError(f"{CONFIG_FILE} names {asked!r}, which is not a file; correct it")
+        if not os.path.isfile(path):
+            raise ConfigError(
+                f"{CONFIG_FILE} names {asked!r}, which is not a file, or not for this user to see;"
+                " correct it"
+            )
         return path
     path = _users_dir(environ, "XDG_CONFIG_HOME", ".config") / "kvtide.yaml"
-    return path if path.is_file() else None
+    # Unlike Path's, this one is False where we may not look: HOME may be somebody else's.
+    return path if os.path.isfile(path) else None
 
 
 def _users_dir(environ: Mapping[str, str], variable: str, below_home: str) -> Path:
@@ -458,6 +384,8 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
     for variable, raw in environ.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in OTHER_VARIABLES:
             continue
+        if _SERVICE_LINK.fullmatch(f"{variable}={raw}"):
+            continue
         if variable not in by_variable:
             known = [*by_variable, *OTHER_VARIABLES]
             near = difflib.get_close_matches(variable, known, n=1, cutoff=0.75)
@@ -492,9 +420,9 @@ def _runtime_dir(environ: Mapping[str, str]) -> Path:
             )
         return path
     users = Path(environ.get("XDG_RUNTIME_DIR", ""))
-    if users.is_absolute() and users.is_dir():
+    if users.is_absolute() and os.path.isdir(users):
         return users / "kvtide"
     temporary = Path(environ.get("TMPDIR", ""))
-    if not (temporary.is_absolute() and temporary.is_dir()):
+    if not (temporary.is_absolute() and os.path.isdir(temporary)):
         temporary = Path("/tmp")
     return temporary / f"kvtide-{os.getuid()}"

@@ -193,5 +193,6 @@ def _histogram(metric: Metric, counts: Mapping[str, int]) -> Iterator[str]:
         yield f'{metric.name}_bucket{{le="{bound / 1e6:g}"}} {so_far}'
     so_far += counts.get(f"{metric.source}.us.inf", 0)
     yield f'{metric.name}_bucket{{le="+Inf"}} {so_far}'
-    yield f"{metric.name}_sum {counts.get(f'{metric.source}.us.sum', 0) / 1e6:g}"
+    seconds, micros = divmod(counts.get(f"{metric.source}.us.sum", 0), 1_000_000)
+    yield f"{metric.name}_sum {seconds}.{micros:06d}"  # a float loses what was added last
     yield f"{metric.name}_count {so_far}"

@@ -4,15 +4,11 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 import kvtide
 from kvtide.cli import page
@@ -22,36 +18,14 @@ from kvtide.core.keys import salt_digest
 from kvtide.errors import WireError
 from kvtide.node.launch import _environment
 from kvtide.testing.fake_engine import FakeEngine, Loaded, Shape, make_tokens
-from kvtide.testing.node_process import NodeProcess, wait_dead
+from kvtide.testing.node_process import NodeProcess
 from kvtide.wire import command
 from kvtide.wire.command import ask
+from tests.cli.runs import KVTIDE, Run, one_line
 from tests.node.fixtures import StartNode
-
-Run = Callable[..., Result]
 
 TOKENS = make_tokens(160, seed=1)
 HELP_S_MAX = 0.15
-KVTIDE = [sys.executable, "-m", "kvtide.cli.main"]
-
-
-@pytest.fixture
-def run(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command in the runtime directory of the test."""
-    monkeypatch.setenv("KVTIDE_RUNTIME_DIR", str(runtime_dir))
-
-    def run_it(*arguments: str, typed: str | None = None) -> Result:
-        return CliRunner().invoke(main, arguments, input=typed)
-
-    return run_it
-
-
-def one_line(result: Result, code: int = 1) -> str:
-    """What a command that fails says: one line, no traceback."""
-    assert result.exit_code == code, result.output
-    assert isinstance(result.exception, SystemExit)
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1, lines
-    return lines[0]
 
 
 # ---- the program
@@ -104,6 +78,18 @@ def test_bad_settings_are_one_line(
 def test_directory_of_others_is_refused(run: Run, runtime_dir: Path, arguments: list[str]) -> None:
     runtime_dir.chmod(0o755)
     assert "chmod 700 it" in one_line(run(*arguments))
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["stop"], ["clear"], ["serve"], ["logs"]])
+def test_directory_that_may_not_be_seen_is_refused(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    def forbidden(path: Path) -> os.stat_result:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    for name in ("stat", "lstat"):
+        monkeypatch.setattr(Path, name, forbidden)
+    assert "cannot be used (Permission denied)" in one_line(run(*arguments))
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["stop"], ["clear"], ["serve"]])
@@ -224,26 +210,6 @@ def test_times_are_shown_in_two_units(seconds: int, text: str) -> None:
     assert page.duration(seconds) == text
 
 
-# ---- stop
-
-
-def test_stop_ends_the_node(run: Run, running_node: NodeProcess) -> None:
-    pid = running_node.pid
-    result = run("stop")
-    assert result.output == f"node {pid} has ended\n"
-    assert result.exit_code == 0
-    assert wait_dead(pid, 0)
-
-
-def test_stop_without_a_node_is_no_mistake(run: Run, runtime_dir: Path) -> None:
-    result = run("stop")
-    assert result.exit_code == 0
-    assert result.output == f"no node is running in {runtime_dir}\n"
-    with socket.socket(socket.AF_UNIX) as left_behind:
-        left_behind.bind(str(runtime_dir / "node-1.sock"))
-    assert run("stop").output == f"no node is running in {runtime_dir}\n"
-
-
 # ---- clear
 
 
@@ -301,6 +267,19 @@ def test_clear_of_the_empty_salt_takes_those_without(
     salted.close()
 
 
+def test_clear_with_an_empty_variable_clears_nothing(
+    run: Run, salted: FakeEngine, running_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sets the variable from another one that is not set does not mean everything."""
+    monkeypatch.setenv("KVTIDE_SALT", "")
+    result = run("clear")
+    assert result.exit_code == 2
+    assert "KVTIDE_SALT is empty: unset it to clear everything" in result.output
+    assert running_node.status()["entries"]["chunks"] == 3
+    assert run("clear", "--salt", "").output == "cleared 1 entries of requests without a salt\n"
+    salted.close()
+
+
 def test_clear_of_a_salt_that_is_not_given_is_a_mistake(
     run: Run, running_node: NodeProcess
 ) -> None:
@@ -319,51 +298,6 @@ def test_node_refuses_a_digest_that_is_none(running_node: NodeProcess) -> None:
     for digest in ("mine", "00", "zz" * 32, "0" * 63):
         with pytest.raises(WireError, match="64 hex digits"):
             ask(running_node.places, "clear", {"salt_digest": digest})
-
-
-# ---- logs
-
-
-def test_logs_shows_the_end(run: Run, running_node: NodeProcess) -> None:
-    running_node.end()
-    text = run("logs").output
-    assert "serves at" in text
-    assert text.splitlines()[-1].endswith("ends: SIGTERM")
-    assert len(run("logs", "-n", "1").output.splitlines()) == 1
-    assert run("logs", "-n", "0").output == ""
-
-
-def test_logs_reads_on_in_the_older_file(run: Run, running_node: NodeProcess) -> None:
-    log = running_node.places.log
-    running_node.end()
-    log.with_name(log.name + ".1").write_text("older 1\nolder 2\n")
-    log.write_text("newer \x1b[2J\n")
-    assert run("logs", "-n", "2").output == "older 2\nnewer ?[2J\n"
-
-
-def test_logs_without_a_log_says_so(run: Run) -> None:
-    assert "there is no log at" in one_line(run("logs"))
-
-
-def test_logs_follows_through_a_rotation(runtime_dir: Path) -> None:
-    log = runtime_dir / "node-1.log"
-    log.write_text("first\n")
-    environment = os.environ | {"KVTIDE_RUNTIME_DIR": str(runtime_dir)}
-    command = [*KVTIDE, "logs", "-n", "1", "--follow"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "first\n"
-        with log.open("a") as file:
-            file.write("second\n")
-            file.flush()
-            assert child.stdout.readline() == "second\n"
-            file.write("third\n")
-        log.rename(f"{log}.1")
-        log.write_text("fourth\n")
-        assert child.stdout.readline() == "third\n"
-        assert child.stdout.readline() == "fourth\n"
-        child.send_signal(signal.SIGINT)
-        assert child.wait(10) == 0
 
 
 # ---- config show
@@ -406,48 +340,3 @@ def test_config_without_a_node_shows_what_one_would_start_with(
         "source": "environment KVTIDE_LINGER_S",
         "default": "600",
     }
-
-
-# ---- serve
-
-
-def test_serve_runs_until_ctrl_c(new_node: StartNode, runtime_dir: Path) -> None:
-    node = new_node()
-    environment = os.environ | node.environment | {"KVTIDE_RUNTIME_DIR": str(runtime_dir)}
-    with subprocess.Popen(
-        [*KVTIDE, "serve"], stderr=subprocess.PIPE, text=True, env=environment
-    ) as child:
-        assert child.stderr is not None
-        first = child.stderr.readline()
-        assert f"serves at {node.places.socket}, host memory up to 64 MiB" in first
-        with FakeEngine(node.places, "one") as engine:
-            engine.store(TOKENS)
-            assert engine.load(TOKENS) == Loaded(10, 10)
-        settings = {one["name"]: one for one in node.status()["node"]["settings"]}
-        assert settings["linger_s"]["value"].startswith("never")
-        child.send_signal(signal.SIGINT)
-        assert child.wait(10) == 0
-        rest = child.stderr.read()
-    assert "ends: SIGINT" in rest
-    assert "Traceback" not in rest
-    assert not node.places.log.exists()
-
-
-def test_serve_beside_a_running_node_is_one_line(run: Run, running_node: NodeProcess) -> None:
-    line = one_line(run("serve"))
-    assert line == f"Error: a node is running already, in {running_node.places.directory}"
-
-
-def test_serve_with_too_much_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = os.environ | {"KVTIDE_HOST_BYTES": "900TiB"}
-    done = subprocess.run(
-        [*KVTIDE, "serve"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=20,
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("Error: host_bytes asks for 900 TiB, but only")
-    assert len(done.stderr.splitlines()) == 1

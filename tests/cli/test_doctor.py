@@ -72,6 +72,17 @@ def test_all_is_well_with_a_node(doctor: Doctor, running_node: NodeProcess) -> N
     assert "of at most 64 MiB" in line(result, "memory")
 
 
+def test_directory_that_may_not_be_seen_is_wrong(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(path: Path) -> os.stat_result:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    for name in ("stat", "lstat"):
+        monkeypatch.setattr(Path, name, forbidden)
+    assert line(doctor(), "directory").startswith(WRONG)
+
+
 def test_wrong_things_end_it_with_code_1(doctor: Doctor, runtime_dir: Path) -> None:
     runtime_dir.chmod(0o777)
     result = doctor()
@@ -244,7 +255,7 @@ def test_memory_that_cannot_be_read_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_little_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine.probe, "available_bytes", lambda: GiB)
-    monkeypatch.setattr(examine, "host_bytes", lambda wanted: 256 * MiB)
+    monkeypatch.setattr(examine, "host_bytes", lambda wanted, way: 256 * MiB)
     found = only(examine.memory(None, None))
     assert found.verdict == NOTE
     assert "`auto` would take up to 256 MiB: little" in found.text

@@ -56,7 +56,7 @@ def v2(
         f"{at}/memory.max": f"{limit}\n",
         f"{at}/memory.high": f"{high}\n",
         f"{at}/memory.current": f"{used}\n",
-        f"{at}/memory.stat": f"anon 5\nfile 7\ninactive_file {inactive_file}\nactive_file 3\n",
+        f"{at}/memory.stat": f"anon 5\nfile 7\ninactive_file {inactive_file}\n",
     }
 
 
@@ -87,6 +87,72 @@ def test_a_v2_limit_counts_minus_usage_that_cannot_be_taken_back(tmp_path: Path)
     assert found.limit.limit_bytes == 8 * GiB
     assert found.limit.used_bytes == 2 * GiB
     assert found.available_bytes == 6 * GiB
+
+
+# The fields of a container that has just read a model of 6 GB, in v2 and v1; made up.
+STAT_V2 = """\
+anon 2147483648
+file 6442450944
+kernel 83886080
+shmem 0
+inactive_file 1073741824
+active_file 5368709120
+unevictable 0
+slab_reclaimable 67108864
+slab_unreclaimable 8388608
+"""
+STAT_V1 = """\
+cache 1
+rss 2
+inactive_file 3
+active_file 4
+hierarchical_memory_limit 17179869184
+total_cache 6442450944
+total_rss 2147483648
+total_inactive_file 1073741824
+total_active_file 5368709120
+"""
+
+
+def test_files_that_were_read_are_not_used_up_memory(tmp_path: Path) -> None:
+    """A model's weights stay in the group's page cache, as active files: half counts as free."""
+    used = 8 * GiB + 512 * MiB
+    files = v2("/job", str(16 * GiB), used) | {"sys/fs/cgroup/job/memory.stat": STAT_V2}
+    files |= {"proc/self/cgroup": "0::/job\n", "proc/self/mountinfo": MOUNTS_V2}
+    left = 16 * GiB - (used - GiB - 5 * GiB // 2 - 64 * MiB)
+    assert probe.host_memory(tree(tmp_path, files)).available_bytes == left
+
+
+def test_files_that_were_read_are_not_used_up_memory_in_v1(tmp_path: Path) -> None:
+    at = "sys/fs/cgroup/memory/sandbox/a1/memory.stat"
+    files = v1("/sandbox/a1", f"{16 * GiB}\n", 8 * GiB) | {at: STAT_V1}
+    files |= {"proc/self/cgroup": GROUP_HYBRID, "proc/self/mountinfo": MOUNTS_HYBRID}
+    left = 16 * GiB - (8 * GiB - GiB - 5 * GiB // 2)
+    assert probe.host_memory(tree(tmp_path, files)).available_bytes == left
+
+
+def test_statistics_of_groups_without_a_limit_are_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = v2("/pod", str(9 * GiB), GiB) | v2("/pod/box", "max", GiB)
+    files |= {"proc/self/cgroup": "0::/pod/box\n", "proc/self/mountinfo": MOUNTS_V2}
+    root, asked, read = tree(tmp_path, files), [], probe._read
+    monkeypatch.setattr(probe, "_read", lambda path: asked.append(path) or read(path))
+    assert probe.host_memory(root).available_bytes == 8 * GiB
+    stats = [path for path in asked if path.name == "memory.stat"]
+    assert stats == [root / "sys/fs/cgroup/pod/memory.stat"]
+
+
+def test_reserve_is_of_the_machine_and_of_each_limit(tmp_path: Path) -> None:
+    """The tightest counts after its reserve: a large group may leave less than a small one."""
+    files = v2("/pod", str(18 * GiB), 2 * GiB) | v2("/pod/box", str(17 * GiB), GiB)
+    files |= {"proc/self/cgroup": "0::/pod/box\n", "proc/self/mountinfo": MOUNTS_V2}
+    found = probe.host_memory(tree(tmp_path, files))
+    assert found.limit is not None
+    assert found.limit.directory == tmp_path / "sys/fs/cgroup/pod"
+    assert found.spare_bytes == 16 * GiB - probe.reserve_bytes(18 * GiB)
+    assert probe.reserve_bytes(GiB) == probe.RESERVE_BYTES_MIN
+    assert probe.reserve_bytes(100 * GiB) == 3 * GiB
 
 
 def test_the_machine_counts_where_a_limit_leaves_more(tmp_path: Path) -> None:

@@ -128,6 +128,47 @@ def test_a_mapping_is_left_out_of_core_dumps(mapped: MappedRegion) -> None:
     assert "dd" in smaps(address_of(mapped._cells))["VmFlags"].split()
 
 
+def test_what_a_worker_forks_keeps_no_memory(
+    memory: RegionMemory, generations: GenerationMemory, mapped: MappedRegion
+) -> None:
+    """Neither the mapping nor a descriptor; its addresses stay taken, and may be unmapped."""
+    mapped.cells[:4] = b"tide"
+    inode = str(os.fstat(memory.fd).st_ino)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+            is_mapped = any(line.split()[4] == inode for line in maps)
+            is_taken = any(line.startswith(f"{mapped._address:x}-") for line in maps)
+            links = [os.readlink(f"/proc/self/fd/{name}") for name in open_descriptors_live()]
+            is_open = any(link.startswith("/memfd:kvtide:test") for link in links)
+            if not is_mapped and is_taken and not is_open:
+                mapped.close()
+                code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert mapped.cells[:4] == b"tide"
+    assert os.fstat(memory.fd).st_size == REGION_BYTES
+
+
+def open_descriptors_live() -> list[str]:
+    """Those that are open after they were listed."""
+    return [name for name in open_descriptors() if Path(f"/proc/self/fd/{name}").exists()]
+
+
+def test_mapping_without_descriptors_names_their_limit(
+    memory: RegionMemory, generations: GenerationMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(region_module.mmap, "mmap", refuse)
+    with pytest.raises(HostMemoryError, match="Too many open files; see the limit on open files"):
+        MappedRegion(memory.fd, REGION_BYTES, generations.fd, CELL_BYTES)
+
+
 def test_populating_fills_the_page_tables(mapped: MappedRegion) -> None:
     address = address_of(mapped._cells)
     assert smaps(address)["Rss"] == "0 kB"
@@ -272,13 +313,31 @@ def open_descriptors() -> set[str]:
 def test_a_shortage_is_an_error_that_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine has room for the first piece and not for the second."""
     monkeypatch.setattr(region_module, "ALLOCATE_BYTES", MiB)
-    rooms = iter([ROOM, region_module.RESERVE_BYTES + MiB - 1])
+    rooms = iter([ROOM, MiB - 1])
     before = open_descriptors()
     with pytest.raises(
-        HostMemoryError, match="2 MiB for big: after 1 MiB of it only 65"
+        HostMemoryError, match="2 MiB for big: after 1 MiB of it only 1 MiB are"
     ) as caught:
         RegionMemory.create("big", 2 * MiB, lambda: next(rooms))
     assert "host_bytes" in str(caught.value)
+    assert open_descriptors() == before
+
+
+def test_what_cannot_be_finished_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_module, "ALLOCATE_BYTES", MiB)
+    with pytest.raises(HostMemoryError, match=r"2 MiB for big: after 0 B of it only 1\.5 MiB are"):
+        RegionMemory.create("big", 2 * MiB, lambda: 3 * MiB // 2)
+
+
+def test_file_that_cannot_be_sealed_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    before = open_descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(region_module.fcntl, "fcntl", refuse)
+        with pytest.raises(HostMemoryError, match="cannot seal r: Operation not permitted"):
+            RegionMemory.create("r", MiB)
     assert open_descriptors() == before
 
 
@@ -352,7 +411,7 @@ def test_under_a_cgroup_limit_a_shortage_is_an_error_and_not_a_kill() -> None:
     except OSError:
         pytest.skip("cgroups cannot be made here")
     try:
-        (group / "memory.limit_in_bytes").write_text(str(256 * MiB), encoding="utf-8")
+        (group / "memory.limit_in_bytes").write_text(str(512 * MiB), encoding="utf-8")
         done = subprocess.run(
             [sys.executable, "-c", UNDER_A_LIMIT, str(group)],
             capture_output=True,
@@ -361,6 +420,6 @@ def test_under_a_cgroup_limit_a_shortage_is_an_error_and_not_a_kill() -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        assert "cannot allocate 400 MiB for too big: after 128 MiB" in done.stdout
+        assert "cannot allocate 400 MiB for too big: after 0 B of it only" in done.stdout
     finally:
         group.rmdir()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtide import config
 from kvtide.core import messages as m
 from kvtide.metrics import LABELS_MAX, METRICS, Counters, render
 from kvtide.node import http
@@ -136,7 +137,7 @@ def test_bad_request_costs_only_itself(address: str, words: bytes) -> None:
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(65536):
                 pass
-        except ConnectionError:
+        except OSError:  # closed by the node, perhaps before all was said
             pass
     assert get(address, "/healthz")[0] == 200
 
@@ -154,6 +155,30 @@ def test_clients_that_say_nothing_are_bounded(address: str) -> None:
     wait_page(address)
 
 
+def test_clients_that_trickle_are_cut_off(address: str) -> None:
+    """A byte now and then is no silence: as many as are served at once, and still others are."""
+    host, port = address.split(":")
+    with ExitStack() as stack:
+        slow = [
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            for _ in range(http.PAGES_MAX)
+        ]
+        until_s = time.monotonic() + 3 * http.REQUEST_S_MAX
+        while slow and time.monotonic() < until_s:
+            time.sleep(0.2)
+            slow = [sock for sock in slow if is_fed(sock)]
+        assert not slow
+    assert get(address, "/healthz") == (200, "ok\n")
+
+
+def is_fed(sock: socket.socket) -> bool:
+    try:
+        sock.send(b"x")
+    except OSError:
+        return False
+    return True
+
+
 def test_taken_port_is_one_warning(new_node: StartNode) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -168,6 +193,18 @@ def test_taken_port_is_one_warning(new_node: StartNode) -> None:
         assert len(warnings) == 1
         assert "no HTTP at 127.0.0.1" in warnings[0]
         assert "the node serves engines all the same" in warnings[0]
+
+
+def test_no_thread_for_pages_is_one_warning(
+    new_node: StartNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(http.threading.Thread, "start", refuse)
+    found = config.read(environ={"HOME": "/", "KVTIDE_HTTP_ADDRESS": "localhost:0"})
+    with http.HTTPPages.opened(found.node, None, None):  # type: ignore[arg-type]
+        assert "no HTTP at localhost:0 (can't start new thread)" in caplog.text
 
 
 def test_address_that_is_not_here_is_one_warning(new_node: StartNode) -> None:
@@ -300,6 +337,14 @@ def test_status_of_the_command_line_is_the_same(address: str, new_node: StartNod
     for either in (body, asked):
         del either["node"]["uptime_s"]
     assert body == asked
+
+
+def test_sums_are_exact() -> None:
+    """Rates are differences: six digits would hide a load of 0.1 s behind 100,000 s."""
+    host = dict.fromkeys([metric.source for metric in METRICS if metric.kind == "gauge"], 0)
+    numbers = {"host": host, "engines": 0, "counts": {"load.us.sum": 123_456_789_000_001}}
+    text = render(numbers | {"evicted": {}})
+    assert "kvtide_load_seconds_sum 123456789.000001\n" in text
 
 
 def test_render_takes_numbers_without_engines() -> None:

@@ -1,29 +1,37 @@
 """The owner when something is broken on purpose: it ends, or it goes on, never in between."""
 
+import asyncio
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvtide import config
+from kvtide.clock import MonotonicClock
 from kvtide.core import messages as m
 from kvtide.core.effects import Tick
+from kvtide.core.layout import KVLayout
 from kvtide.core.machine import Machine, MachineConfig
 from kvtide.errors import WireError
-from kvtide.node import main, report
+from kvtide.memory.probe import HostMemory, reserve_bytes
+from kvtide.node import main, report, runtime
 from kvtide.node.main import Way
 from kvtide.testing.fake_engine import FakeEngine, Loaded, make_tokens
 from kvtide.testing.node_process import NodeProcess
-from kvtide.units import GiB, MiB
+from kvtide.units import GiB, KiB, MiB
 from kvtide.wire.command import ask
+from kvtide.wire.places import Places
 from tests.node.fixtures import StartNode
 from tests.wire.link_owner import wait_until
 
+LAYOUT = KVLayout(2, 8, (4 * KiB,))
 TOKENS = make_tokens(128, seed=1)
 BROKEN = """
     from kvtide.core import machine
@@ -109,7 +117,7 @@ def test_memory_that_cannot_be_watched_is_one_warning(new_node: StartNode) -> No
     patch = """
         from kvtide.node import watch
         from kvtide.errors import HostMemoryError
-        def limit(self, allocated_bytes):
+        def limit(self, charged_bytes):
             open("/proc/self/comm", "w").write("watched")
             raise ValueError("a strange /proc")
         watch.MemoryWatch.limit = limit
@@ -179,6 +187,42 @@ def test_frees_its_memory_within_the_time_it_has_to_stop(new_node: StartNode) ->
     assert "memory is still being freed after 0.5 s" in node.log()
 
 
+def test_thread_that_allocates_is_there_from_the_start(running_node: NodeProcess) -> None:
+    """Later there may be no number left for one."""
+    assert len(os.listdir(f"/proc/{running_node.pid}/task")) == 2
+
+
+def test_no_thread_to_free_memory_is_not_the_nodes_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its end frees it all the same."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def live() -> int:
+        node = runtime.Runtime(fresh_machine(), MonotonicClock(), Places(tmp_path), [])
+        node._allocator.shutdown()
+        monkeypatch.setattr(node._loop, "run_in_executor", refuse)
+        node.ended.set()
+        return await node.run()
+
+    assert asyncio.run(live()) == 0
+    assert "memory is freed by ending: can't start new thread" in caplog.text
+
+
+def test_files_in_use_are_kept_fresh(tmp_path: Path) -> None:
+    """Else whoever cleans up /tmp takes the lock and the log away after ten days."""
+    places = Places(tmp_path)
+    for path in (places.lock, places.log):
+        path.touch()
+        os.utime(path, (1e9, 1e9))
+    node = SimpleNamespace(socket_path=places.socket, places=places)
+    runtime.Runtime._keep_fresh(node)  # type: ignore[arg-type]
+    assert places.lock.stat().st_mtime > 1e9
+    assert places.log.stat().st_atime > 1e9
+
+
 # ---- settings of the node
 
 
@@ -202,16 +246,102 @@ def test_linger_of_nothing_is_not_for_ever() -> None:
 
 
 def test_host_bytes_are_a_quarter_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    available = [40 * GiB]
-    memory = type("Memory", (), {"available_bytes": property(lambda _: available[0])})
-    monkeypatch.setattr(main.probe, "host_memory", memory)
-    assert main.host_bytes(None) == 10 * GiB
-    available[0] = 1024 * GiB
-    assert main.host_bytes(None) == 64 * GiB
-    assert main.host_bytes(200 * GiB) == 200 * GiB
-    available[0] = 100 * MiB
-    with pytest.raises(config.ConfigError, match="only 100 MiB are available here"):
-        main.host_bytes(101 * MiB)
+    assert host_bytes_of(monkeypatch, 80 * GiB, None) == 20 * GiB
+    assert host_bytes_of(monkeypatch, 1024 * GiB, None) == 64 * GiB
+    assert host_bytes_of(monkeypatch, 1024 * GiB, 200 * GiB) == 200 * GiB
+
+
+def host_bytes_of(
+    monkeypatch: pytest.MonkeyPatch,
+    available_bytes: int,
+    wanted: int | None,
+    way: Way = Way.FOREGROUND,
+) -> int:
+    """The size on a machine of 1 TiB of which so much is available."""
+    memory = HostMemory(1024 * GiB, available_bytes, None)
+    monkeypatch.setattr(main.probe, "host_memory", lambda: memory)
+    return main.host_bytes(wanted, way)
+
+
+RESERVE_BYTES = reserve_bytes(1024 * GiB)
+
+
+def test_more_than_there_is_to_spare_is_refused_to_whoever_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    available = RESERVE_BYTES + 100 * MiB
+    assert host_bytes_of(monkeypatch, available, 100 * MiB) == 100 * MiB
+    with pytest.raises(config.ConfigError, match="only 100 MiB are to spare here, of 30"):
+        host_bytes_of(monkeypatch, available, 101 * MiB)
+    assert host_bytes_of(monkeypatch, available, None) == 100 * MiB, "a quarter is not to spare"
+
+
+def test_node_of_an_engine_makes_do_with_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may follow one that crashed, on a machine that is fuller by now."""
+    available = RESERVE_BYTES + 100 * MiB
+    assert host_bytes_of(monkeypatch, available, 101 * MiB, Way.LAUNCHED) == 100 * MiB
+    assert "asks for 101 MiB, but only 100 MiB are to spare here" in caplog.text
+
+
+@pytest.mark.parametrize("way", Way)
+def test_nothing_to_spare_is_no_node(monkeypatch: pytest.MonkeyPatch, way: Way) -> None:
+    with pytest.raises(config.ConfigError, match="no room for a cache: 0 B are to spare"):
+        host_bytes_of(monkeypatch, RESERVE_BYTES - MiB, None, way)
+
+
+@pytest.mark.parametrize("error", [OSError(1, "a filter"), ValueError("a strange /proc")])
+def test_region_that_cannot_be_made_is_refused_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(runtime, "GenerationMemory", refuse)
+    assert runtime._allocate(1, LAYOUT, 4) == str(error)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def fresh_machine() -> Machine:
+    """One with 1 GiB."""
+    return Machine(
+        MachineConfig(node=b"n", pid=1, version="0", host_bytes=GiB, linger_ms=0, first_number=1)
+    )
+
+
+def test_watch_counts_memory_from_made_to_freed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A region that the kernel has not taken back yet is not gone, nor one being made there."""
+    charged: list[int] = []
+    may_end = threading.Event()
+    close = runtime._close_memory
+
+    def close_slowly(memory: runtime._Memory) -> None:
+        assert may_end.wait(20)
+        close(memory)
+
+    async def live() -> None:
+        node = runtime.Runtime(fresh_machine(), MonotonicClock(), Places(tmp_path), [])
+        monkeypatch.setattr(node._watch, "limit", charged.append)
+        monkeypatch.setattr(runtime, "_close_memory", close_slowly)
+        loop = asyncio.get_running_loop()
+        made = loop.run_in_executor(node._allocator, node._allocate, 1, LAYOUT, 4)
+        node._look_at_memory()
+        memory = await made
+        assert isinstance(memory, runtime._Memory)
+        node._is_looking = False
+        loop.run_in_executor(node._allocator, node._free, memory)
+        node._look_at_memory()
+        await asyncio.sleep(0)
+        may_end.set()
+        node.ended.set()
+        await node.run()
+
+    asyncio.run(live())
+    assert charged == [4 * 4 * KiB, 0]
 
 
 @pytest.mark.parametrize(
@@ -231,8 +361,6 @@ def test_counts_of_engines_that_left_are_bounded() -> None:
         report.add_left(left, {f"name {number}": 1})
     assert len(left) <= report.LEFT_NAMES_MAX + 1
     assert sum(left.values()) == report.LEFT_NAMES_MAX * 2
-    machine = Machine(
-        MachineConfig(node=b"n", pid=1, version="0", host_bytes=GiB, linger_ms=0, first_number=1)
-    )
+    machine = fresh_machine()
     machine.handle(Tick(), 1)
     assert report.totals(machine, {"name": 1 << 70})["name"] == report.COUNT_MAX

@@ -1,6 +1,7 @@
 """How a node starts, who it is, and how it ends."""
 
 import os
+import re
 import resource
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 
 from kvtide.errors import ConfigError, NodeUnreachable
 from kvtide.node import launch, main
+from kvtide.node.supervise import NodeStarter
 from kvtide.testing.fake_engine import FakeEngine
 from kvtide.testing.node_process import NodeProcess, wait_dead
 from kvtide.wire.command import ask
@@ -78,8 +80,8 @@ def test_http_does_not_delay_the_start(new_node: StartNode) -> None:
 def test_second_node_leaves_politely(running_node: NodeProcess) -> None:
     done = run_main(running_node.places.directory)
     assert done.returncode == 0
-    assert done.stderr.strip() == (
-        f"kvtide: a node is running already, in {running_node.places.directory}"
+    assert done.stderr.strip().endswith(
+        f" INFO a node is running already, in {running_node.places.directory}"
     )
     assert running_node.status()["node"]["pid"] == running_node.pid
 
@@ -148,8 +150,38 @@ def test_signal_ends_it_in_time_and_removes_the_socket(
     with FakeEngine(running_node.places, "one") as engine:
         running_node.signal(number)
         assert running_node.wait_gone(10)
-        assert engine.scheduler.wait_for(lambda: engine.scheduler.link.stopped_on_purpose)
+        assert engine.scheduler.wait_for(lambda: engine.scheduler.downs)
+        assert not engine.scheduler.link.stopped_on_purpose, "an engine may start another"
     assert not running_node.places.socket.exists()
+    assert not running_node.places.stopped.exists()
+
+
+def test_signal_to_a_node_in_the_foreground_is_on_purpose(runtime_dir: Path) -> None:
+    node = NodeProcess(runtime_dir)
+    environment = os.environ | {"KVTIDE_RUNTIME_DIR": str(runtime_dir)}
+    environment |= {"KVTIDE_HOST_BYTES": "64MiB"}
+    command = [sys.executable, "-m", "kvtide.cli.main", "serve"]
+    node.places.stopped.write_text("")
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as child:
+        node.wait_answer()
+        assert not node.places.stopped.exists(), "somebody has started one"
+        with FakeEngine(node.places, "one") as engine:
+            child.terminate()
+            assert child.wait(10) == 0
+            assert engine.scheduler.wait_for(lambda: engine.scheduler.link.stopped_on_purpose)
+    assert node.places.stopped.read_text() == "SIGTERM\n"
+
+
+def test_launcher_says_why_there_is_no_place_for_a_node(new_node: StartNode) -> None:
+    node = new_node()
+    node.places.directory.chmod(0o755)
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        node.launch()
+    assert raised.value.returncode == launch.EXIT_CONFIG
+    assert "is open to others" in raised.value.stderr
+    starter = NodeStarter(node.places.directory)
+    starter.absent(0.0)
+    assert "is open to others" in starter.error
 
 
 def test_survives_the_process_group_that_started_it(new_node: StartNode) -> None:
@@ -294,7 +326,7 @@ def test_open_directory_is_refused(runtime_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"open to others \(mode 750\): chmod 700 it"):
         open_directory(runtime_dir)
     done = run_main(runtime_dir)
-    assert done.returncode == main.EXIT_CONFIG
+    assert done.returncode == launch.EXIT_CONFIG
     assert "chmod 700" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -315,6 +347,15 @@ def test_file_in_place_of_the_directory_is_refused(runtime_dir: Path) -> None:
         open_directory(place / "below")
 
 
+def test_link_in_place_of_the_directory_is_refused(runtime_dir: Path) -> None:
+    """Who may write to /tmp could lead us to a directory of ours that is meant for others."""
+    (runtime_dir / "ours").mkdir(0o700)
+    link = runtime_dir / "link"
+    link.symlink_to(runtime_dir / "ours")
+    with pytest.raises(ConfigError, match="is a symbolic link"):
+        open_directory(link)
+
+
 def test_directory_is_made_for_its_user_alone(runtime_dir: Path) -> None:
     places = open_directory(runtime_dir / "a" / "b")
     assert stat.S_IMODE(places.directory.stat().st_mode) == 0o700
@@ -322,22 +363,34 @@ def test_directory_is_made_for_its_user_alone(runtime_dir: Path) -> None:
 
 def test_too_long_a_path_is_refused_with_both_lengths(runtime_dir: Path) -> None:
     done = run_main(runtime_dir / ("x" * 100))
-    assert done.returncode == main.EXIT_CONFIG
+    assert done.returncode == launch.EXIT_CONFIG
     assert "the kernel allows 107" in done.stderr
     with pytest.raises(ConfigError, match="107"):
         ask(Places(runtime_dir / ("x" * 100)), "status")
 
 
-@pytest.mark.slow
-def test_more_memory_than_there_is_is_refused_with_both_sizes(new_node: StartNode) -> None:
-    node = new_node(host_bytes="900TiB")
-    node.launch()
-    assert node.wait_gone()
-    log = node.log()
-    assert "host_bytes asks for 900 TiB, but only" in log
-    assert "are available here: ask for less" in log
+def test_more_memory_than_there_is_is_refused_with_both_sizes(runtime_dir: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtide.cli.main", "serve"],
+        env=os.environ | {"KVTIDE_RUNTIME_DIR": str(runtime_dir), "KVTIDE_HOST_BYTES": "900TiB"},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "host_bytes asks for 900 TiB, but only" in done.stderr
+    assert "available: ask for less" in done.stderr
     with pytest.raises(NodeUnreachable, match="no node of this version listens"):
-        node.status()
+        ask(Places(runtime_dir), "status")
+
+
+def test_node_of_an_engine_takes_what_memory_there_is(new_node: StartNode) -> None:
+    """It may follow one that crashed, when the machine is fuller than it was."""
+    node = new_node(host_bytes="900TiB")
+    node.start()
+    assert "WARNING host_bytes asks for 900 TiB, but only" in node.log()
+    assert 0 < node.status()["host"]["size_bytes"] < 900 << 40
 
 
 @pytest.mark.parametrize(
@@ -352,7 +405,8 @@ def test_unusable_settings_are_said(
     runtime_dir: Path, settings: dict[str, str], said: str
 ) -> None:
     done = run_main(runtime_dir, **settings)
-    assert done.returncode == main.EXIT_CONFIG
+    assert done.returncode == launch.EXIT_CONFIG
+    assert re.match(r"\d{4}-\d\d-\d\d .* CRITICAL ", done.stderr), "as the log's lines"
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert "secret" not in done.stderr
@@ -371,5 +425,12 @@ def test_last_words_of_a_broken_interpreter_are_in_the_log(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     node = new_node()
     node.launch()
-    assert node.wait_gone()
-    assert "ImportError: cannot import name" in node.log()
+    wait_log(node, "ImportError: cannot import name")
+
+
+def wait_log(node: NodeProcess, text: str) -> None:
+    """Wait until it has said so: a process that was just launched is not the node yet."""
+    until_s = time.monotonic() + 20
+    while text not in node.log():
+        assert time.monotonic() < until_s, node.log()
+        time.sleep(0.02)

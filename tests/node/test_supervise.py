@@ -1,13 +1,18 @@
 """When an engine starts a node, on a false clock, without starting any."""
 
+import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from kvtide import config
 from kvtide.node import supervise
+from kvtide.node.main import take_lock
 from kvtide.node.supervise import COME_UP_S_MAX, SHORT_LIFE_S, NodeStarter
+from kvtide.units import GiB
+from kvtide.wire.places import Places
 
 
 class Starts:
@@ -129,6 +134,61 @@ def test_start_that_fails_is_told_and_tried_again(
     starter.absent(101.0)
     assert len(starts) == 2
     assert starter.error == ""
+
+
+def test_last_words_of_the_launcher_are_told(starter: NodeStarter, starts: Starts) -> None:
+    starts.error = subprocess.CalledProcessError(1, "python", stderr="ImportError: no kvtide\n")
+    starter.absent(100.0)
+    assert starter.error.endswith("exit status 1.: ImportError: no kvtide")
+
+
+def test_no_memory_is_waited_for_and_no_short_life(starts: Starts) -> None:
+    spare = [-GiB]
+    starter = NodeStarter(Path("/run/kvtide"), spare_bytes=lambda: spare[0])
+    for seconds in range(200):
+        starter.absent(float(seconds))
+    assert starter.error == "no node is started: 0 B of memory are to spare"
+    assert not starts.made
+    assert not starter.has_given_up
+    spare[0] = GiB
+    starter.absent(300.0)
+    assert len(starts) == 1
+    assert starter.error == ""
+
+
+def test_node_that_holds_the_lock_is_waited_for_and_no_short_life(
+    starts: Starts, tmp_path: Path
+) -> None:
+    """It ends and does not listen any more, or hangs: whatever is started leaves at once."""
+    lock = take_lock(Places(tmp_path))
+    assert lock is not None
+    starter = NodeStarter(tmp_path)
+    for seconds in range(400):
+        starter.absent(float(seconds))
+    assert len(starts) > 3
+    assert starter.short_lives == 0
+    os.close(lock)
+    for seconds in range(400, 800):
+        starter.absent(float(seconds))
+    assert starter.has_given_up
+
+
+def test_node_stopped_on_purpose_is_not_replaced_by_who_lived_then(
+    starts: Starts, tmp_path: Path
+) -> None:
+    """An engine that was not connected does not hear it; one that is started later starts one."""
+    old = NodeStarter(tmp_path)
+    marker = Places(tmp_path).stopped
+    marker.write_text("kvtide stop\n")
+    os.utime(marker, (time.time() + 1, time.time() + 1))
+    old.absent(0.0)
+    assert not starts.made
+    os.utime(marker, (1e9, 1e9))
+    NodeStarter(tmp_path).absent(0.0)
+    assert len(starts) == 1
+    marker.unlink()
+    old.absent(1.0)
+    assert len(starts) == 2
 
 
 def test_settings_of_the_extra_config_reach_the_node(starts: Starts, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`kvtide clear`: take entries away. The salt is hashed here; it never reaches the node."""
 
+import os
 import sys
 
 import click
@@ -9,6 +10,7 @@ from kvtide.core.keys import salt_digest
 from kvtide.wire.command import ask
 
 STDIN = "-"
+SALT_VARIABLE = "KVTIDE_SALT"
 SALT_CHARS_MAX = 1 << 20
 
 
@@ -18,7 +20,7 @@ SALT_CHARS_MAX = 1 << 20
 @click.option(
     "--salt",
     metavar="SALT",
-    envvar="KVTIDE_SALT",
+    envvar=SALT_VARIABLE,
     help="Only entries of requests with this cache_salt; '' means those without one. With '-' it"
     " is read from standard input, so that it stands in no shell history; the variable KVTIDE_SALT"
     " does too.",
@@ -29,6 +31,11 @@ def command(salt: str | None) -> None:
     Engines go on; what is being copied at this moment is not found afterwards.
     """
     places = find_places()
+    if salt is None and SALT_VARIABLE in os.environ:  # empty, which click takes for not there
+        raise click.UsageError(
+            f"{SALT_VARIABLE} is empty: unset it to clear everything, or give --salt '' for"
+            " entries without a salt"
+        )
     if salt is None:
         count = ask(places, "clear")["entries"]
         click.echo(f"cleared {count} entries, all there were")

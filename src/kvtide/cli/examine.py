@@ -1,10 +1,12 @@
 """What `kvtide doctor` looks at, each a function that finds one or more things.
 
-The page changes nothing, makes no directory and starts no node. What is wrong keeps kvtide from
+The page makes no directory and starts no node; a node that runs is asked to check its state, which
+holds it up meanwhile, and it ends where that is broken. What is wrong keeps kvtide from
 working; a note costs speed, memory, or will be wrong on a GPU.
 """
 
 import datetime
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -12,10 +14,11 @@ from typing import Any, NamedTuple
 
 import kvtide
 from kvtide import config
+from kvtide.cli.here import is_absent
 from kvtide.core.messages import WIRE_VERSION
 from kvtide.errors import ConfigError, HostMemoryError, KVTideError, NodeUnreachable, WireError
 from kvtide.memory import probe
-from kvtide.node.main import host_bytes
+from kvtide.node.main import Way, host_bytes
 from kvtide.units import GiB, MiB, format_bytes
 from kvtide.wire.command import ask
 from kvtide.wire.places import SOCKET_PATH_BYTES_MAX, Places, check_socket_path, open_directory
@@ -114,11 +117,11 @@ def runtime_directory(places: Places) -> Iterator[Finding]:
     what = "directory"
     try:
         check_socket_path(places.socket)
-        if places.directory.exists():
+        if is_absent(places.directory):
+            yield Finding(OK, what, f"{places.directory}, made when a node starts")
+        else:
             open_directory(places.directory)
             yield Finding(OK, what, f"{places.directory}, yours alone")
-        else:
-            yield Finding(OK, what, f"{places.directory}, made when a node starts")
     except ConfigError as error:
         yield Finding(WRONG, what, str(error))
         return
@@ -126,7 +129,7 @@ def runtime_directory(places: Places) -> Iterator[Finding]:
     text = f"{length} of {SOCKET_PATH_BYTES_MAX} bytes that the kernel allows"
     yield Finding(OK, "socket path", text)
     ways = (places.directory, *places.directory.parents)
-    existing = next(path for path in ways if path.exists())
+    existing = next(path for path in ways if os.path.exists(path))
     free = shutil.disk_usage(existing).free
     if free < DISK_BYTES_FEW:
         text = f"{format_bytes(free)} free at {existing}: the node's log will be cut short"
@@ -140,7 +143,7 @@ def node(places: Places) -> tuple[list[Finding], dict[str, Any] | None]:
         for other in sorted(places.directory.glob("node-*.sock"))
         if other != places.socket
     ]
-    if not places.socket.exists():
+    if is_absent(places.socket):
         found.append(Finding(OK, "node", "none is running; the first engine starts one"))
         return found, None
     try:
@@ -202,7 +205,7 @@ def memory(wanted: int | None, status: dict[str, Any] | None) -> Iterator[Findin
     """What there is, and what a node takes or would take of it."""
     try:
         available = probe.available_bytes()
-        would = host_bytes(wanted)
+        would = host_bytes(wanted, Way.FOREGROUND)
     except (HostMemoryError, ConfigError) as error:
         verdict = NOTE if status else WRONG  # a running node has its memory already
         yield Finding(verdict, "memory", str(error))

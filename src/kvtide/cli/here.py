@@ -1,5 +1,7 @@
 """Which node the commands speak to: that of this user's runtime directory."""
 
+from pathlib import Path
+
 from kvtide import config
 from kvtide.wire.places import Places, check_socket_path, open_directory
 
@@ -7,12 +9,23 @@ from kvtide.wire.places import Places, check_socket_path, open_directory
 def find_places() -> Places:
     """The runtime directory's places; looked at, but not made.
 
-    Raises ConfigError where it is not ours alone, or its path too long.
+    Raises ConfigError where it is not ours alone or not for us to see, or its path too long.
     """
     directory = config.read().runtime_dir
-    places = open_directory(directory) if directory.exists() else Places(directory)
+    places = Places(directory) if is_absent(directory) else open_directory(directory)
     check_socket_path(places.socket)
     return places
+
+
+def is_absent(path: Path) -> bool:
+    """Whether nothing is there; false for what we may not look at, and for a link to nothing."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def printable(text: object) -> str:

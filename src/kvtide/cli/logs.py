@@ -1,5 +1,6 @@
 """`kvtide logs`: the end of the node's log, and what follows."""
 
+import os
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -36,11 +37,14 @@ def command(lines: int, follow: bool) -> None:
 def _lines(places: Places, count: int, follow: bool) -> Iterator[str]:
     """The last lines of the log and of the one before it, then those that come."""
     last: deque[str] = deque(maxlen=count)
-    with suppress(FileNotFoundError), _open(_older(places)) as older:
-        last.extend(older)
     file: TextIO | None = None
     with suppress(FileNotFoundError):
         file = _open(places.log)
+    with suppress(FileNotFoundError), _open(_older(places)) as older:
+        # Opened after the log: it may be that very file, if the node has begun another meanwhile.
+        if file is None or not os.path.sameopenfile(older.fileno(), file.fileno()):
+            last.extend(older)
+    if file is not None:
         last.extend(file)
     yield from (_clean(line) for line in last)
     while follow:

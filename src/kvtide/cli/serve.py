@@ -1,12 +1,55 @@
-"""`kvtide serve`: a node in the foreground."""
+"""`kvtide serve`: a node in the foreground.
 
+It logs to standard error, which belongs to somebody else: a terminal that was stopped, a pipe that
+nobody reads. So a thread writes, and what it cannot write waits in a bounded queue, then is
+dropped; the node's loop never waits for it, nor does its end for longer than a second.
+"""
+
+import contextlib
 import logging
+import logging.handlers
 import os
+import queue
 import sys
+import time
+from collections.abc import Iterator
 
 import click
 
-from kvtide.node.main import Way, become_node
+from kvtide.node.main import LOG_FORMAT, Way, become_node
+
+LINES_WAITING_MAX = 1_000
+FLUSH_S_MAX = 1.0
+POLL_S = 0.01
+
+
+class _Lines(logging.handlers.QueueHandler):
+    """Hands lines to the thread that writes them."""
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Without waiting."""
+        with contextlib.suppress(queue.Full):
+            self.queue.put_nowait(record)
+
+
+@contextlib.contextmanager
+def _logging_to_stderr() -> Iterator[None]:
+    """Write what kvtide logs, and at the end what is left, if somebody takes it."""
+    waiting: queue.Queue[logging.LogRecord] = queue.Queue(LINES_WAITING_MAX)
+    writer = logging.StreamHandler(sys.stderr)
+    writer.setFormatter(logging.Formatter(LOG_FORMAT))
+    lines = _Lines(waiting)
+    logging.handlers.QueueListener(waiting, writer).start()
+    logger = logging.getLogger("kvtide")
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(lines)
+        until_s = time.monotonic() + FLUSH_S_MAX
+        while waiting.unfinished_tasks and time.monotonic() < until_s:
+            time.sleep(POLL_S)
 
 
 @click.command(short_help="Run a node here, until Ctrl-C.")
@@ -17,15 +60,6 @@ def command() -> None:
     logs to standard error, its first line says where it listens, and it stays when no engine is
     there, unless linger_s is set.
     """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("kvtide")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with _logging_to_stderr():
         code = become_node(Way.FOREGROUND)
-    except BaseException:
-        logger.removeHandler(handler)
-        raise
-    logging.shutdown()
     os._exit(code)  # as in kvtide.node.main: nothing that hangs may hold up the end

@@ -3,21 +3,19 @@
 import os
 import select
 import socket
-import struct
 import time
 
 import click
 
-from kvtide.cli.here import find_places
+from kvtide.cli.here import find_places, is_absent
 from kvtide.errors import NodeUnreachable
-from kvtide.wire.command import ask
+from kvtide.wire.command import ANSWER_S_MAX, ask
+from kvtide.wire.peer import UNSEEN, check_own
 from kvtide.wire.places import Places
 
 END_S_MAX = 12.0
 """T_stop and a little: a node ends within 10 s."""
 POLL_S = 0.05
-UNSEEN = 0
-_CREDENTIALS = struct.Struct("iii")
 
 
 @click.command(short_help="End the node; what it holds is lost, engines serve on.")
@@ -30,11 +28,22 @@ def command() -> None:
     places = find_places()
     try:
         pidfd = _pidfd_of_node(places)
-    except (FileNotFoundError, ConnectionRefusedError):
-        click.echo(f"no node is running in {places.directory}")
+    except (FileNotFoundError, ConnectionRefusedError, ProcessLookupError):
+        click.echo(f"no node is running in {places.directory}")  # the last: it has just ended
         return
+    except (TimeoutError, BlockingIOError):
+        raise NodeUnreachable(
+            f"the node at {places.socket} does not answer; its log is {places.log}"
+        ) from None
     try:
-        pid = ask(places, "stop")["pid"]
+        try:
+            pid = ask(places, "stop")["pid"]
+        except NodeUnreachable:
+            # One that was ending has closed its socket, and need not be asked.
+            if pidfd is None or not _is_dead(pidfd, END_S_MAX * is_absent(places.socket)):
+                raise
+            click.echo(f"the node in {places.directory} has ended")
+            return
         if not _has_ended(places, pidfd):
             raise NodeUnreachable(
                 f"node {pid} has not ended after {END_S_MAX:g} s; see {places.log}, then kill it"
@@ -48,15 +57,19 @@ def command() -> None:
 def _pidfd_of_node(places: Places) -> int | None:
     """Of whoever listens; None where it lives in a container that we cannot see into."""
     with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(ANSWER_S_MAX)
         sock.connect(str(places.socket))
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, _, _ = _CREDENTIALS.unpack(raw)
+        pid = check_own(sock).pid
     return os.pidfd_open(pid) if pid != UNSEEN else None
+
+
+def _is_dead(pidfd: int, wait_s: float) -> bool:
+    return bool(select.select([pidfd], [], [], wait_s)[0])
 
 
 def _has_ended(places: Places, pidfd: int | None) -> bool:
     if pidfd is not None:
-        return bool(select.select([pidfd], [], [], END_S_MAX)[0])
+        return _is_dead(pidfd, END_S_MAX)
     until_s = time.monotonic() + END_S_MAX
     while places.socket.exists() and time.monotonic() < until_s:
         time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""madvise(2) by ctypes, which lets other Python threads run meanwhile.
+"""madvise(2) and mmap(2) by ctypes, which lets other Python threads run meanwhile.
 
 Rejected: `mmap.mmap.madvise`. It holds the interpreter's lock until the kernel is done, which for
 populating is a quarter of a second for each GiB.
@@ -14,6 +14,10 @@ MADV_POPULATE_WRITE = 23  # since Linux 5.14; EINVAL before
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.madvise.restype = ctypes.c_int
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p
+_MAP_FIXED = 0x10
+_PROT_NONE = 0
 
 
 def address_of(mapping: mmap.mmap) -> int:
@@ -30,3 +34,9 @@ def advise(address: int, length_bytes: int, advice: int) -> None:
     if _libc.madvise(address, length_bytes, advice) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+def map_nothing(address: int, length_bytes: int) -> None:
+    """Put nothing in the place of a mapping: its memory is let go of, its addresses stay taken."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    _libc.mmap(address, length_bytes, _PROT_NONE, flags, -1, 0)

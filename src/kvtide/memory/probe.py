@@ -29,8 +29,11 @@ from pathlib import Path
 
 from kvtide.errors import HostMemoryError
 from kvtide.memory.advice import MADV_POPULATE_WRITE, address_of, advise
-from kvtide.units import KiB
+from kvtide.units import KiB, MiB
 
+RESERVE_BYTES_MIN = 256 * MiB
+RESERVE_RATIO = 0.03
+"""Left free for everybody else: of the machine, and of each cgroup that limits."""
 F_SEAL_FUTURE_WRITE = 0x10  # since Linux 5.1; not yet in Python's fcntl
 UNLIMITED_BYTES_MIN = 1 << 60  # cgroup v1 says "none" by the largest number of whole pages
 
@@ -42,7 +45,7 @@ class CgroupLimit:
     Attributes:
         directory: where the group's files are.
         limit_bytes: the lower of hard limit and throttling mark.
-        used_bytes: without inactive file cache, which the kernel takes back before it kills.
+        used_bytes: without what the kernel takes back before it kills (`_reclaimable`).
     """
 
     directory: Path
@@ -54,6 +57,11 @@ class CgroupLimit:
         """What may still be allocated below the limit."""
         return max(0, self.limit_bytes - self.used_bytes)
 
+    @property
+    def spare_bytes(self) -> int:
+        """What is left beyond the reserve; negative where the reserve itself is short."""
+        return self.available_bytes - reserve_bytes(self.limit_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
@@ -62,7 +70,7 @@ class HostMemory:
     Attributes:
         total_bytes: of the machine.
         machine_available_bytes: what the machine could give without swapping.
-        limit: the cgroup that leaves least, if any limits.
+        limit: the cgroup that spares least, if any limits.
     """
 
     total_bytes: int
@@ -75,6 +83,12 @@ class HostMemory:
         if self.limit is None:
             return self.machine_available_bytes
         return min(self.machine_available_bytes, self.limit.available_bytes)
+
+    @property
+    def spare_bytes(self) -> int:
+        """What a cache may take of it; negative where the reserve itself is short."""
+        spare = self.machine_available_bytes - reserve_bytes(self.total_bytes)
+        return spare if self.limit is None else min(spare, self.limit.spare_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +131,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
         raise HostMemoryError(
             "/proc/meminfo does not say how much memory is available; mount /proc"
         )
-    limits = sorted(_limits(root), key=lambda limit: limit.available_bytes)
+    limits = sorted(_limits(root), key=lambda limit: limit.spare_bytes)
     return HostMemory(
         total_bytes=int(fields["MemTotal"]) * KiB,
         machine_available_bytes=int(fields["MemAvailable"]) * KiB,
@@ -125,9 +139,19 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     )
 
 
+def reserve_bytes(whole_bytes: int) -> int:
+    """What a cache leaves to everybody else in a machine, or a cgroup, of this size."""
+    return max(RESERVE_BYTES_MIN, int(whole_bytes * RESERVE_RATIO))
+
+
 def available_bytes() -> int:
     """What this process could allocate now."""
     return host_memory().available_bytes
+
+
+def spare_bytes() -> int:
+    """What a cache may allocate now; negative where the reserve itself is short."""
+    return host_memory().spare_bytes
 
 
 def pressure(root: Path = Path("/")) -> Pressure | None:
@@ -250,26 +274,35 @@ def _unescaped(word: str) -> str:
 
 
 def _limit_v2(directory: Path) -> CgroupLimit | None:
-    used = _number(directory / "memory.current") - _statistic(directory, "inactive_file")
-    limits = [
+    limit = min(
         _number(directory / name, UNLIMITED_BYTES_MIN) for name in ("memory.max", "memory.high")
-    ]
-    return _limit(directory, min(limits), used)
+    )
+    if limit >= UNLIMITED_BYTES_MIN:
+        return None  # before its statistics, which the kernel has to add up, are asked for
+    used = _number(directory / "memory.current") - _reclaimable(_statistics(directory), "")
+    return CgroupLimit(directory, limit, max(0, used))
 
 
 def _limit_v1(directory: Path) -> CgroupLimit | None:
-    used = _number(directory / "memory.usage_in_bytes")
-    used -= _statistic(directory, "total_inactive_file")
     own = _number(directory / "memory.limit_in_bytes", UNLIMITED_BYTES_MIN)
+    found = _statistics(directory)
     # Counts ancestors too, those outside the mount included.
-    whole = _statistic(directory, "hierarchical_memory_limit", UNLIMITED_BYTES_MIN)
-    return _limit(directory, min(own, whole), used)
-
-
-def _limit(directory: Path, limit_bytes: int, used_bytes: int) -> CgroupLimit | None:
-    if limit_bytes >= UNLIMITED_BYTES_MIN:
+    limit = min(own, found.get("hierarchical_memory_limit", UNLIMITED_BYTES_MIN))
+    if limit >= UNLIMITED_BYTES_MIN:
         return None
-    return CgroupLimit(directory, limit_bytes, max(0, used_bytes))
+    used = _number(directory / "memory.usage_in_bytes") - _reclaimable(found, "total_")
+    return CgroupLimit(directory, limit, max(0, used))
+
+
+def _reclaimable(statistics: dict[str, int], prefix: str) -> int:
+    """What of a group's usage the kernel takes back before it kills.
+
+    As in MemAvailable: file cache and slabs, but for half of the files in active use. (A model
+    that was just read is all active file cache. Our own regions are none of these.)
+    """
+    names = ("inactive_file", "active_file", "slab_reclaimable")
+    inactive, active, slab = (statistics.get(prefix + name, 0) for name in names)
+    return inactive + active // 2 + slab
 
 
 def _number(path: Path, otherwise: int = 0) -> int:
@@ -278,9 +311,9 @@ def _number(path: Path, otherwise: int = 0) -> int:
     return int(text) if text.isdecimal() else otherwise
 
 
-def _statistic(directory: Path, name: str, otherwise: int = 0) -> int:
-    match = re.search(rf"^{name} (\d+)$", _read(directory / "memory.stat"), re.MULTILINE)
-    return int(match[1]) if match else otherwise
+def _statistics(directory: Path) -> dict[str, int]:
+    found = re.findall(r"^(\w+) (\d+)$", _read(directory / "memory.stat"), re.MULTILINE)
+    return {name: int(number) for name, number in found}
 
 
 def _read(path: Path) -> str:

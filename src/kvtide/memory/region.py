@@ -27,23 +27,28 @@ a killed node and whose size anybody may change; pwrite and pread instead of a m
 no populating but store at 0.4 of a plain copy.
 """
 
+import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable
 
 from kvtide.errors import HostMemoryError, WireError
 from kvtide.memory import probe
-from kvtide.memory.advice import MADV_DONTDUMP, MADV_POPULATE_WRITE, address_of, advise
+from kvtide.memory.advice import (
+    MADV_DONTDUMP,
+    MADV_POPULATE_WRITE,
+    address_of,
+    advise,
+    map_nothing,
+)
 from kvtide.units import MiB, format_bytes
 
 ALLOCATE_BYTES = 64 * MiB
 """Allocated between two looks at the memory available: 16 ms, of which the look takes 0.4."""
-
-RESERVE_BYTES = 64 * MiB
-"""Left to everybody else, who may allocate between our look and the kernel's."""
 
 POPULATE_BYTES = 16 * MiB
 """Populated in one call: it holds off the engine's own mmap and munmap for its 4 ms."""
@@ -73,7 +78,7 @@ class RegionMemory:
         cls,
         name: str,
         bytes_total: int,
-        available_bytes: Callable[[], int] = probe.available_bytes,
+        spare_bytes: Callable[[], int] = probe.spare_bytes,
     ) -> "RegionMemory":
         """Allocate; blocks for 0.25 s a GiB, without the interpreter's lock.
 
@@ -81,8 +86,12 @@ class RegionMemory:
             HostMemoryError: there is not as much; nothing stays allocated.
         """
         assert bytes_total > 0, bytes_total
-        fd = _allocated_file(name, bytes_total, available_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS | fcntl.F_SEAL_SEAL)
+        fd = _allocated_file(name, bytes_total, spare_bytes)
+        try:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS | fcntl.F_SEAL_SEAL)
+        except OSError as error:
+            os.close(fd)
+            raise HostMemoryError(f"cannot seal {name}: {error.strerror}") from error
         return cls(name, bytes_total, fd)
 
     def close(self) -> None:
@@ -104,7 +113,7 @@ class GenerationMemory:
         assert cell_count > 0, cell_count
         self.cell_count = cell_count
         bytes_total = cell_count * GENERATION_BYTES
-        self.fd = _allocated_file(name, bytes_total, probe.available_bytes)
+        self.fd = _allocated_file(name, bytes_total, probe.spare_bytes)
         try:
             self._mapping = mmap.mmap(self.fd, bytes_total)
             seals = SIZE_SEALS | probe.F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
@@ -161,10 +170,16 @@ class MappedRegion:
             self._cells = mmap.mmap(fd, bytes_total)
             advise(address_of(self._cells), bytes_total, MADV_DONTDUMP)
         except OSError as error:
+            limits = "the limits on address space and mappings"
+            if error.errno == errno.EMFILE:  # a mapping keeps a descriptor of its file
+                limits = "the limit on open files (`ulimit -n`), of which each region takes two"
             raise HostMemoryError(
                 f"cannot map a region of {format_bytes(bytes_total)}: {error.strerror};"
-                " see the limits on address space and mappings"
+                f" see {limits}"
             ) from error
+        self._address = address_of(self._cells)
+        self._files = {_identity(fd), _identity(generations_fd)}
+        _mapped.add(self)
         self.cells = memoryview(self._cells)
         self.generations = memoryview(self._generations).cast("Q")
 
@@ -212,10 +227,50 @@ class MappedRegion:
         self.generations.release()
         self._cells.close()
         self._generations.close()
+        _mapped.discard(self)
 
 
-def _allocated_file(name: str, bytes_total: int, available_bytes: Callable[[], int]) -> int:
-    """A memory file whose pages are all there, not yet sealed."""
+_mapped: "weakref.WeakSet[MappedRegion]" = weakref.WeakSet()
+"""Of this process; looked at by what it forks."""
+
+
+def _let_go() -> None:
+    """In a process that a worker forked (a data loader, say): hold nothing of its regions.
+
+    Else their memory would stay after node and worker have let go of it, for as long as the child
+    lives. (The mapping of generations stays: 8 bytes a cell.)
+
+    Rejected: MADV_DONTFORK. It leaves the descriptors that mmap keeps, and addresses that come to
+    be somebody else's until a copied object unmaps them.
+    """
+    regions = list(_mapped)
+    if not regions:
+        return
+    files = set().union(*(region._files for region in regions))
+    for region in regions:
+        map_nothing(region._address, region.bytes_total)
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists
+            if _identity(int(name)) in files:
+                os.dup2(nothing, int(name), inheritable=False)
+    os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+def _allocated_file(name: str, bytes_total: int, spare_bytes: Callable[[], int]) -> int:
+    """A memory file whose pages are all there, not yet sealed.
+
+    Before each piece all that is still missing must be to spare: a file that cannot be finished
+    shall not take what others need first.
+    """
     wanted = f"{format_bytes(bytes_total)} for {name}"
     try:
         fd = _memory_file(name)
@@ -226,14 +281,14 @@ def _allocated_file(name: str, bytes_total: int, available_bytes: Callable[[], i
     try:
         os.ftruncate(fd, bytes_total)
         for start in range(0, bytes_total, ALLOCATE_BYTES):
-            length = min(ALLOCATE_BYTES, bytes_total - start)
-            available = available_bytes()
-            if available < length + RESERVE_BYTES:
+            missing = bytes_total - start
+            spare = spare_bytes()
+            if spare < missing:
                 raise HostMemoryError(  # noqa: TRY301 - the file is closed on this way out too
                     f"cannot allocate {wanted}: after {format_bytes(start)} of it only"
-                    f" {format_bytes(available)} are available; set host_bytes lower"
+                    f" {format_bytes(max(0, spare))} are to spare; set host_bytes lower"
                 )
-            os.posix_fallocate(fd, start, length)
+            os.posix_fallocate(fd, start, min(ALLOCATE_BYTES, missing))
     except OSError as error:
         os.close(fd)
         raise HostMemoryError(

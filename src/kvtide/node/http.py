@@ -15,6 +15,7 @@ import socket
 import socketserver
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,14 +28,16 @@ from kvtide.node.runtime import Runtime
 logger = logging.getLogger("kvtide.node")
 
 ANSWER_S_MAX = 2.0
-"""How long a page waits for the owner; also the time a client has to send its request."""
+"""How long a page waits for the owner; also the time a client may be silent in its request."""
+REQUEST_S_MAX = 2 * ANSWER_S_MAX
+"""From a connection's beginning to its end, however slowly its client sends and reads."""
 TEXT = "text/plain; charset=utf-8"
 PAGES_MAX = 16
 """Requests at one time; those above are closed unanswered."""
 
 
 class _Pages(BaseHTTPRequestHandler):
-    """One request."""
+    """One request. `timeout` is of one read; `HTTPPages.service_actions` bounds all of them."""
 
     timeout = ANSWER_S_MAX
     server: "HTTPPages"
@@ -94,9 +97,11 @@ class HTTPPages(ThreadingHTTPServer):
         self._runtime = runtime
         self._loop = loop
         self._free = threading.BoundedSemaphore(PAGES_MAX)
-        if ":" in address.host:
+        self._lock = threading.Lock()
+        self._ends: dict[socket.socket, float] = {}  # under the lock: when each is cut off
+        if ":" in address.ip:
             self.address_family = socket.AF_INET6
-        super().__init__((address.host, address.port), _Pages)
+        super().__init__((address.ip, address.port), _Pages)
 
     def server_bind(self) -> None:
         """Bind without asking who we are: the standard library's would wait for a name server."""
@@ -108,10 +113,12 @@ class HTTPPages(ThreadingHTTPServer):
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
+        with self._lock:
+            self._ends[request] = time.monotonic() + REQUEST_S_MAX
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # no thread can be started
-            self._free.release()
+            self._ended(request)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -119,7 +126,20 @@ class HTTPPages(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self._ended(request)
+
+    def _ended(self, request: Any) -> None:
+        with self._lock:
+            self._ends.pop(request, None)
+        self._free.release()
+
+    def service_actions(self) -> None:
+        """In the thread that accepts, twice a second: cut off what takes too long."""
+        with self._lock:
+            late = [sock for sock, end_s in self._ends.items() if end_s <= time.monotonic()]
+            for sock in late:
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that has gone, or a fault of ours; neither is the node's end."""
@@ -166,7 +186,13 @@ class HTTPPages(ThreadingHTTPServer):
             yield
             return
         thread = threading.Thread(target=pages.serve_forever, name="kvtide-http", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # there is none to be had; without pages, not without cache
+            logger.warning("no HTTP at %s (%s)", config.http_address, error)
+            pages.server_close()
+            yield
+            return
         try:
             yield
         finally:

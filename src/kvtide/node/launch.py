@@ -36,6 +36,9 @@ KEPT_VARIABLES = (
 LEFT_VARIABLES = ("KVTIDE_SALT",)
 """Ours, but not for the node: secrets of those who run commands."""
 START_S_MAX = 10.0
+LAST_WORDS_BYTES_MAX = 500
+EXIT_CONFIG = 78
+"""Exit code for settings or a machine that cannot be used (EX_CONFIG)."""
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 """The number of the system call set_mempolicy(2), which libc does not wrap."""
 _MPOL_DEFAULT = 0
@@ -45,18 +48,28 @@ def start_node(runtime_dir: Path, settings: dict[str, str] | None = None) -> Non
     """Start a node for this user; returns once it has been launched, not once it answers.
 
     `settings` are variables (KVTIDE_HOST_BYTES=…) that hold for the node above the environment's.
-    Raises OSError or subprocess.SubprocessError where no process can be started.
+    Raises OSError or subprocess.SubprocessError where no process can be started; the `stderr` of
+    the latter is the end of what the launcher said.
     """
-    subprocess.run(
-        [sys.executable, "-P", "-m", "kvtide.node.launch"],
-        env=_environment(runtime_dir) | (settings or {}),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        check=True,
-        timeout=START_S_MAX,
-    )
+    # Not a pipe, whose end would be waited for: a node has it for a moment, too.
+    words_fd = os.memfd_create("kvtide-launch", os.MFD_CLOEXEC)
+    try:
+        subprocess.run(
+            [sys.executable, "-P", "-m", "kvtide.node.launch"],
+            env=_environment(runtime_dir) | (settings or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=words_fd,
+            cwd="/",
+            check=True,
+            timeout=START_S_MAX,
+        )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        start = max(0, os.fstat(words_fd).st_size - LAST_WORDS_BYTES_MAX)
+        error.stderr = os.pread(words_fd, LAST_WORDS_BYTES_MAX, start).decode(errors="replace")
+        raise
+    finally:
+        os.close(words_fd)
 
 
 def _environment(runtime_dir: Path) -> dict[str, str]:
@@ -99,20 +112,26 @@ def _close_descriptors() -> None:
                 os.close(int(name))
 
 
-def _write_to_log() -> None:
-    """Let output end up in the node's log, if there may be one."""
-    with contextlib.suppress(KVTideError, OSError, KeyError):
-        log = open_directory(Path(os.environ["KVTIDE_RUNTIME_DIR"])).log
+def _write_to_log(log: Path) -> None:
+    """Let output end up in the node's log, or nowhere: who started us has gone."""
+    try:
         descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
+    except OSError:
+        descriptor = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
 
 
 def main() -> None:
-    """Detach, then become the node."""
+    """Detach, then become the node; where there is no place for one, say so to who starts it."""
+    try:
+        places = open_directory(Path(os.environ["KVTIDE_RUNTIME_DIR"]))
+    except KVTideError as error:
+        print(f"kvtide: {error}", file=sys.stderr)
+        sys.exit(EXIT_CONFIG)
     _detach()
     _close_descriptors()
-    _write_to_log()
+    _write_to_log(places.log)
     os.execv(sys.executable, [sys.executable, "-P", "-m", "kvtide.node.main"])
 
 

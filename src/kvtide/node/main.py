@@ -23,6 +23,7 @@ import resource
 import secrets
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,8 +33,10 @@ from kvtide.clock import MonotonicClock
 from kvtide.core.machine import Machine, MachineConfig
 from kvtide.errors import ConfigError, KVTideError
 from kvtide.memory import probe
+from kvtide.node.launch import EXIT_CONFIG
 from kvtide.node.runtime import Runtime
 from kvtide.units import GiB, MiB, format_bytes
+from kvtide.values import HOST_BYTES_MIN
 from kvtide.wire.places import Places, check_socket_path, open_directory
 
 if TYPE_CHECKING:
@@ -47,8 +50,8 @@ HOST_RATIO_AUTO = 4
 OOM_SCORE_ADJ = 500
 """When memory runs out, the cache goes before the engine that it serves."""
 SWITCH_INTERVAL_S = 0.0005
-EXIT_CONFIG = 78
-"""Exit code for settings or a machine that cannot be used (EX_CONFIG)."""
+LOCK_TRIES, LOCK_PAUSE_S = 3, 0.02
+LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 EXIT_FAULT = 70
 """Exit code after a fault of ours (EX_SOFTWARE)."""
 STAYS = "never (a node in the foreground stays until it is stopped)"
@@ -67,20 +70,29 @@ class Way(enum.Enum):
     """Whoever ran `kvtide serve`."""
 
 
-def host_bytes(wanted: int | None) -> int:
+def host_bytes(wanted: int | None, way: Way) -> int:
     """Bytes of the host tier: as set, or a quarter of what is available, at most 64 GiB.
 
-    Raises ConfigError for more than there is.
+    More than there is to spare is refused to whoever waits for the answer. A node that an engine
+    started takes what there is: it may follow one that died, when the machine is fuller than it
+    was.
+
+    Raises ConfigError for more than there is, or where there is nothing.
     """
-    available = probe.host_memory().available_bytes
+    memory = probe.host_memory()
+    available, spare = memory.available_bytes, max(0, memory.spare_bytes)
+    there = f"{format_bytes(spare)} are to spare here, of {format_bytes(available)} available"
+    if spare < HOST_BYTES_MIN:
+        raise ConfigError(f"no room for a cache: {there}; free memory, or raise the limit on it")
     if wanted is None:
-        return min(available // HOST_RATIO_AUTO, HOST_BYTES_AUTO_MAX)
-    if wanted > available:
-        raise ConfigError(
-            f"host_bytes asks for {format_bytes(wanted)}, but only {format_bytes(available)} are "
-            "available here: ask for less, or leave it out for a quarter of that"
-        )
-    return wanted
+        return min(available // HOST_RATIO_AUTO, spare, HOST_BYTES_AUTO_MAX)
+    if wanted <= spare:
+        return wanted
+    text = f"host_bytes asks for {format_bytes(wanted)}, but only {there}"
+    if way is Way.FOREGROUND:
+        raise ConfigError(f"{text}: ask for less, or leave it out for a quarter of that")
+    logger.warning("%s: the node makes do with these", text)
+    return spare
 
 
 def take_lock(places: Places) -> int | None:
@@ -95,12 +107,13 @@ def take_lock(places: Places) -> int | None:
             f"the lock {places.lock} cannot be made ({error.strerror}): make room there, or set "
             "KVTIDE_RUNTIME_DIR to another directory"
         ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
+    for _ in range(LOCK_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        time.sleep(LOCK_PAUSE_S)  # an engine may be looking whether it is held
+    os.close(descriptor)
+    return None
 
 
 def prepare_process() -> None:
@@ -142,7 +155,7 @@ def shown_settings(config: settings.Config, way: Way) -> list[dict[str, str]]:
 async def serve(config: settings.Config, places: Places, way: Way) -> int:
     """Run a node until it ends; its exit code."""
     shown = shown_settings(config, way)
-    size_bytes = host_bytes(config.node.host_bytes)
+    size_bytes = host_bytes(config.node.host_bytes, way)
     machine = Machine(
         MachineConfig(
             node=secrets.token_bytes(16),
@@ -154,10 +167,12 @@ async def serve(config: settings.Config, places: Places, way: Way) -> int:
             settings={e["name"]: e["value"] for e in shown},
         )
     )
-    runtime = Runtime(machine, MonotonicClock(), places.socket, shown)
+    runtime = Runtime(machine, MonotonicClock(), places, shown)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        stop = functools.partial(runtime.stop, number.name, on_purpose=True)
+        # One in the foreground is ended by who started it; any other by who knows whom: engines
+        # that serve on may start another.
+        stop = functools.partial(runtime.stop, number.name, on_purpose=way is Way.FOREGROUND)
         loop.add_signal_handler(number, stop)
     runtime.listen()
     logger.info(
@@ -186,11 +201,16 @@ def log_to_file(places: Places) -> None:
     handler = logging.handlers.RotatingFileHandler(
         places.log, maxBytes=LOG_BYTES_MAX, backupCount=1, encoding="utf-8"
     )
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    root = logging.getLogger("kvtide")
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
+    log_by(handler)
     logging.raiseExceptions = False  # a full disk costs the log, not the cache
+
+
+def log_by(handler: logging.Handler) -> None:
+    """Write what kvtide logs by this alone; every line has its time and level."""
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    root = logging.getLogger("kvtide")
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
 
 
 def become_node(way: Way) -> int:
@@ -220,16 +240,14 @@ def become_node(way: Way) -> int:
 
 def main() -> int:
     """The process that `kvtide.node.launch` becomes."""
+    log_by(logging.StreamHandler(sys.stderr))  # which is the log, by the launcher
     try:
         return become_node(Way.LAUNCHED)
     except NodeRunning as error:
-        print(f"kvtide: {error}", file=sys.stderr)
+        logger.info("%s", error)
         return 0
     except KVTideError as error:
-        if logging.getLogger("kvtide").handlers:
-            logger.critical("%s", error)
-        else:
-            print(f"kvtide: {error}", file=sys.stderr)
+        logger.critical("%s", error)
         return EXIT_CONFIG
     except Exception:
         logger.critical("a fault in kvtide", exc_info=True)

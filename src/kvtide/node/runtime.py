@@ -10,17 +10,18 @@ it makes: by the last of them that the machine knows it by.
 
 Ownership
     machine, server, memory files   the loop's thread; nobody else touches them
-    allocating and freeing memory   one helper thread, which only sees the memory it was given
+    allocating and freeing memory,  one helper thread, which only sees the memory it was given; it
+    looking at what is left         looks between two of them, so what it has counted is there
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import traceback
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvtide.clock import Clock
@@ -34,6 +35,7 @@ from kvtide.memory.region import GenerationMemory, RegionMemory
 from kvtide.node.processes import pidfd_fault
 from kvtide.node.report import add_left, config_values, numbers, status
 from kvtide.node.watch import MemoryWatch
+from kvtide.wire.places import Places
 from kvtide.wire.server import Connection, Server
 
 logger = logging.getLogger("kvtide.node")
@@ -41,6 +43,8 @@ logger = logging.getLogger("kvtide.node")
 TICK_S = 0.1
 PULSE_TICKS = 10
 """Every so many ticks: look at memory, at the socket's path."""
+FRESH_TICKS = 3_600 * PULSE_TICKS
+"""Every so many ticks, an hour: files in use are marked as such."""
 STOP_S_MAX = 5.0
 FREEING_THREADS = 8
 NAME_CHARS_SHOWN = 64
@@ -58,16 +62,22 @@ class _Memory:
     shards: list[RegionMemory]
     generations: GenerationMemory
 
+    @property
+    def bytes_total(self) -> int:
+        """Of its shards, as the machine counts regions."""
+        return sum(shard.bytes_total for shard in self.shards)
+
 
 class Runtime:
     """One running node."""
 
     def __init__(
-        self, machine: Machine, clock: Clock, socket_path: Path, shown: list[dict[str, str]]
+        self, machine: Machine, clock: Clock, places: Places, shown: list[dict[str, str]]
     ) -> None:
         self.machine = machine
         self.clock = clock
-        self.socket_path = socket_path
+        self.places = places
+        self.socket_path = places.socket
         self.started_ms = clock.now_ms()
         self.ended = asyncio.Event()
         self.exit_code = 0
@@ -75,6 +85,9 @@ class Runtime:
         self._server = Server(self._on_message, self._on_closed, logger.warning)
         self._memory: dict[int, _Memory] = {}
         self._allocator = ThreadPoolExecutor(1, thread_name_prefix="kvtide-memory")
+        self._allocator.submit(int).result()  # starts the thread while there is one to be had
+        self._charged_bytes = 0  # of regions that are allocated; the allocator's own
+        self._is_looking = False
         self._processes: dict[int, int] = {}  # pidfd by the connection that handed it over
         self._had_engine = False
         self._left: dict[str, int] = {}  # counts of engines that have left
@@ -89,11 +102,14 @@ class Runtime:
     # ---- life
 
     def listen(self) -> None:
-        """Be there for engines."""
+        """Be there for engines; with a limit that the memory around the node allows."""
         self._loop.set_exception_handler(self._on_exception)
+        self._looked(self._look())
         self._server.listen(self.socket_path)
         # Held open, the socket keeps its number: no other file can be taken for it.
         self._path_fd = os.open(self.socket_path, os.O_PATH | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):
+            self.places.stopped.unlink(missing_ok=True)
         self._loop.call_later(TICK_S, self._tick)
 
     async def run(self) -> int:
@@ -103,10 +119,14 @@ class Runtime:
         # Not the loop's own threads, for which it would wait as long as the kernel likes. Several,
         # since the kernel takes a quarter of a second to free a GiB.
         freeing = ThreadPoolExecutor(FREEING_THREADS, thread_name_prefix="kvtide-free")
-        closing = [self._loop.run_in_executor(freeing, self._allocator.shutdown)]
-        closing += [self._loop.run_in_executor(freeing, _close_memory, one) for one in memories]
         try:
+            closing = [self._loop.run_in_executor(freeing, self._allocator.shutdown)]
+            closing += [
+                self._loop.run_in_executor(freeing, _close_memory, one) for one in memories
+            ]
             await asyncio.wait_for(asyncio.gather(*closing), STOP_S_MAX)
+        except RuntimeError as error:
+            logger.warning("memory is freed by ending: %s", error)  # no thread can be started
         except TimeoutError:
             logger.warning("memory is still being freed after %g s; ends without", STOP_S_MAX)
         return self.exit_code
@@ -117,6 +137,9 @@ class Runtime:
             return
         logger.info("ends: %s", why)
         self.exit_code = exit_code
+        if on_purpose:  # for engines that do not hear it: connecting, refused, in a pause
+            with contextlib.suppress(OSError):
+                self.places.stopped.write_text(f"{why}\n", encoding="utf-8")
         self._server.broadcast(m.Stopping(on_purpose))
         self.ended.set()
         self._server.close()
@@ -133,20 +156,40 @@ class Runtime:
         self._feed(fx.Tick())
         if self._ticks % PULSE_TICKS == 0:
             self._look_at_memory()
+            if self._ticks % FRESH_TICKS == 0:
+                self._keep_fresh()
             if not self._path_is_ours():
                 self.stop(f"its socket {self.socket_path} is gone", on_purpose=False)
 
     def _look_at_memory(self) -> None:
-        try:
-            limit = self._watch.limit(self.machine.host.allocated_bytes)
-        except (HostMemoryError, OSError, ValueError) as error:
-            # A strange /proc costs the watching, not the node; allocating asks for itself.
-            if str(error) != self._watch_fault:
-                self._watch_fault = str(error)
-                logger.warning("the memory around the node cannot be watched: %s", error)
+        if self._is_looking:
             return
-        if limit is not None:
+        self._is_looking = True
+        future = self._loop.run_in_executor(self._allocator, self._look)
+        future.add_done_callback(lambda done: self._looked(done.result()))
+
+    def _look(self) -> int | str | None:
+        """In the allocator's thread: a new limit, or why there is none to be seen."""
+        try:
+            return self._watch.limit(self._charged_bytes)
+        except (HostMemoryError, OSError, ValueError) as error:
+            return str(error)
+
+    def _looked(self, limit: int | str | None) -> None:
+        self._is_looking = False
+        if isinstance(limit, str):
+            # A strange /proc costs the watching, not the node; allocating asks for itself.
+            if limit != self._watch_fault:
+                self._watch_fault = limit
+                logger.warning("the memory around the node cannot be watched: %s", limit)
+        elif limit is not None:
             self._feed(fx.HostLimit(limit))
+
+    def _keep_fresh(self) -> None:
+        """Those who clean up temporary directories go by a file's times."""
+        for path in (self.socket_path, self.places.lock, self.places.log):
+            with contextlib.suppress(OSError):
+                os.utime(path)
 
     def _path_is_ours(self) -> bool:
         try:
@@ -276,7 +319,7 @@ class Runtime:
                     self._make_region(region, layout, cell_count)
                 case fx.FreeRegion(region):
                     self._loop.run_in_executor(
-                        self._allocator, _close_memory, self._memory.pop(region)
+                        self._allocator, self._free, self._memory.pop(region)
                     )
                 case fx.Close(connection):
                     self._server.close_after_sending(connection)
@@ -298,8 +341,22 @@ class Runtime:
         self._server.send(effect.connection, offer, descriptors)
 
     def _make_region(self, number: int, layout: KVLayout, cell_count: int) -> None:
-        future = self._loop.run_in_executor(self._allocator, _allocate, number, layout, cell_count)
+        future = self._loop.run_in_executor(
+            self._allocator, self._allocate, number, layout, cell_count
+        )
         future.add_done_callback(lambda done: self._made(number, done))
+
+    def _allocate(self, number: int, layout: KVLayout, cell_count: int) -> "_Memory | str":
+        """In the allocator's thread."""
+        memory = _allocate(number, layout, cell_count)
+        if isinstance(memory, _Memory):
+            self._charged_bytes += memory.bytes_total
+        return memory
+
+    def _free(self, memory: _Memory) -> None:
+        """In the allocator's thread."""
+        _close_memory(memory)
+        self._charged_bytes -= memory.bytes_total
 
     def _made(self, number: int, done: "asyncio.Future[_Memory | str]") -> None:
         memory = done.result()
@@ -381,7 +438,7 @@ def _allocate(number: int, layout: KVLayout, cell_count: int) -> "_Memory | str"
             name = f"{number & 0xFFFF}-{shard}"
             shards.append(RegionMemory.create(name, cell_count * cell_bytes))
         return _Memory(layout, shards, GenerationMemory(f"{number & 0xFFFF}-g", cell_count))
-    except HostMemoryError as error:
+    except (HostMemoryError, OSError, ValueError) as error:  # the latter: a strange /proc
         for shard_memory in shards:
             shard_memory.close()
         return str(error)

@@ -1,8 +1,9 @@
 """Watches the memory around the node, so that it gives memory back before a limit is met.
 
-A cgroup's limit is enforced by killing. So once a second the node compares what is still
-available with a reserve, and lowers its own limit by what is missing; when there is room again, it
-may grow back.
+A cgroup's limit is enforced by killing. So once a second the node looks at what the machine and
+its cgroups have to spare beyond their reserve, and holds at most that much more than it has. Down
+at once, by however little: the reserve is never short for longer than a region takes to go back.
+Up only by steps worth saying.
 """
 
 from collections.abc import Callable
@@ -10,11 +11,8 @@ from collections.abc import Callable
 from kvtide.memory.probe import HostMemory, host_memory
 from kvtide.units import MiB
 
-RESERVE_BYTES_MIN = 256 * MiB
-RESERVE_RATIO = 0.03
-"""Left free: of the machine, or of the cgroup that limits."""
 STEP_BYTES = 64 * MiB
-"""Smaller changes of the limit are not worth saying."""
+"""The limit rises by no less, but for the last step to the full size."""
 
 
 class MemoryWatch:
@@ -25,19 +23,18 @@ class MemoryWatch:
         self._look = look
         self._limit_bytes = host_bytes
 
-    def limit(self, allocated_bytes: int) -> int | None:
+    def limit(self, charged_bytes: int) -> int | None:
         """The new limit of the host tier, or None where nothing changed enough.
+
+        `charged_bytes` is what the node has of the machine at this very moment: what is being made
+        or freed meanwhile would count twice, or not at all.
 
         Raises HostMemoryError where nothing can be seen.
         """
-        memory = self._look()
-        whole_bytes = memory.limit.limit_bytes if memory.limit else memory.total_bytes
-        reserve_bytes = max(RESERVE_BYTES_MIN, int(whole_bytes * RESERVE_RATIO))
-        wanted = allocated_bytes + memory.available_bytes - reserve_bytes
+        wanted = charged_bytes + self._look().spare_bytes
         wanted = max(0, min(self._host_bytes, wanted))
-        if abs(wanted - self._limit_bytes) < STEP_BYTES and wanted != self._host_bytes:
-            return None
-        if wanted == self._limit_bytes:
+        risen_bytes = wanted - self._limit_bytes
+        if risen_bytes == 0 or (0 < risen_bytes < STEP_BYTES and wanted != self._host_bytes):
             return None
         self._limit_bytes = wanted
         return wanted

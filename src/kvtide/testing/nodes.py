@@ -9,15 +9,15 @@ import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from kvtide.wire.peer import peer_of
+
 STOP_S_MAX = 15.0  # a node ends within 10 s of being asked
 SOCKETS = "node-*.sock"
-CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 def node_pids(runtime_dir: Path) -> list[int]:
@@ -26,9 +26,7 @@ def node_pids(runtime_dir: Path) -> list[int]:
     for path in runtime_dir.glob(SOCKETS):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
             probe.connect(str(path))
-            size = CREDENTIALS.size
-            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-            found.append(CREDENTIALS.unpack(credentials)[0])
+            found.append(peer_of(probe).pid)
     return found
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from kvtide.core.messages import Command, CommandAnswer
 from kvtide.errors import NodeUnreachable, WireError
 from kvtide.wire.frames import FrameReader, encode, receive
+from kvtide.wire.peer import check_own
 from kvtide.wire.places import Places, check_socket_path
 
 ANSWER_S_MAX = 5.0
@@ -17,7 +18,7 @@ def ask(places: Places, name: str, arguments: dict[str, str] | None = None) -> d
     Raises:
         ConfigError: the runtime directory has too long a path.
         NodeUnreachable: no node listens here, or it does not answer in time.
-        WireError: the node refused the command.
+        WireError: the node refused the command, or is of another user.
     """
     check_socket_path(places.socket)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -25,6 +26,7 @@ def ask(places: Places, name: str, arguments: dict[str, str] | None = None) -> d
         sock.settimeout(ANSWER_S_MAX)
         try:
             sock.connect(str(places.socket))
+            check_own(sock)
             sock.sendall(encode(Command(name, arguments or {})))
             answer = _answer(sock)
         except (TimeoutError, BlockingIOError):  # the latter when its queue of peers is full

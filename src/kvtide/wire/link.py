@@ -38,6 +38,7 @@ from typing import Protocol
 from kvtide.core.messages import Bye, Message, Ping, Pong, Refused, Stopping, Welcome
 from kvtide.errors import WireError
 from kvtide.wire.frames import FrameReader, Outbox, encode, receive
+from kvtide.wire.peer import check_own
 
 logger = logging.getLogger("kvtide.wire")
 
@@ -209,6 +210,11 @@ class Link:
         sock.settimeout(HEARTBEAT_S)
         try:
             sock.connect(self._path)
+            check_own(sock)
+        except WireError as error:
+            sock.close()
+            logger.warning("kvtide: %s", error)
+            return "lost"
         except OSError as error:
             sock.close()
             # A node that is stopped listens all the same, until its queue is full.

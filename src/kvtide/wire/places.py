@@ -29,6 +29,11 @@ class Places:
         return self.directory / f"node-{WIRE_VERSION}.lock"
 
     @property
+    def stopped(self) -> Path:
+        """Left by a node that was stopped on purpose, taken away by the next one."""
+        return self.directory / f"node-{WIRE_VERSION}.stopped"
+
+    @property
     def log(self) -> Path:
         """The node's log."""
         return self.directory / f"node-{WIRE_VERSION}.log"
@@ -37,16 +42,22 @@ class Places:
 def open_directory(directory: Path) -> Places:
     """The runtime directory, made if it is missing, and checked to be ours alone.
 
-    Raises ConfigError where it belongs to somebody else, is open to others, or cannot be made.
+    Raises ConfigError where it belongs to somebody else, is open to others, or cannot be made. A
+    link is refused: somebody else may have made it, in a directory that is open to all.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.stat()
+        found = directory.lstat()
     except OSError as error:
         raise ConfigError(
             f"the runtime directory {directory} cannot be used ({error.strerror}): "
             "set KVTIDE_RUNTIME_DIR to a directory of yours"
         ) from error
+    if stat.S_ISLNK(found.st_mode):
+        raise ConfigError(
+            f"the runtime directory {directory} is a symbolic link: set KVTIDE_RUNTIME_DIR to the "
+            "directory itself"
+        )
     if not stat.S_ISDIR(found.st_mode):
         raise ConfigError(f"the runtime directory {directory} is not a directory")
     if found.st_uid != os.getuid():

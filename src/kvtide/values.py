@@ -1,0 +1,121 @@
+"""Values of settings: how each is read from text, YAML or JSON, and how it is shown.
+
+A parser takes whatever was given and raises ValueError, with what is wrong in words, for what
+cannot be meant. `kvtide.config` adds which setting it is, and where it was given.
+"""
+
+import ipaddress
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtide.units import KiB, MiB, format_bytes, parse_bytes
+
+HOST_BYTES_MIN = MiB  # below this, somebody has left out the unit
+CHUNK_TOKENS_MIN, CHUNK_TOKENS_MAX = 16, 8192  # one block of the smallest engines; a long prompt
+LOCALHOST = "localhost"
+TOKEN_LENGTH_MAX = KiB  # of an HTTP header
+
+
+@dataclass(frozen=True, slots=True)
+class HTTPAddress:
+    """Where the node listens for HTTP: an IP address or `localhost`, and a port.
+
+    Port 0 lets the kernel choose.
+    """
+
+    host: str
+    port: int
+
+    @property
+    def ip(self) -> str:
+        """The host as an IP address."""
+        return "127.0.0.1" if self.host == LOCALHOST else self.host
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+def parse_host_bytes(raw: object) -> int | None:
+    """A size, or None for `auto`."""
+    if raw == "auto":
+        return None
+    size = parse_bytes(raw)
+    if size < HOST_BYTES_MIN:
+        raise ValueError(f"{size} bytes is too little to be meant; write a unit, such as 16GiB")
+    return size
+
+
+def parse_seconds(raw: object) -> float:
+    """A number of seconds, 0 or more."""
+    is_number = isinstance(raw, int | float | str) and not isinstance(raw, bool)
+    seconds = float(str(raw)) if is_number else math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError("not a number of seconds")
+    return seconds
+
+
+def parse_address(raw: object) -> HTTPAddress:
+    """host:port."""
+    host, colon, port = raw.rpartition(":") if isinstance(raw, str) else ("", "", "")
+    if not colon or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise ValueError("not host:port")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        ipaddress.IPv6Address(host)  # raises ValueError and says why
+    elif ":" in host:
+        raise ValueError("not host:port (an IPv6 address stands in brackets)")
+    elif host != LOCALHOST:
+        ipaddress.IPv4Address(host)  # a name would be asked for while engines wait for the node
+    return HTTPAddress(host, int(port))
+
+
+def parse_token(raw: object) -> str:
+    """A bearer token."""
+    is_text = isinstance(raw, str) and 0 < len(raw) <= TOKEN_LENGTH_MAX
+    if not is_text or not all("!" <= character <= "~" for character in str(raw)):
+        raise ValueError("not such a text (in YAML, digits alone need quotes)")
+    return str(raw)
+
+
+def parse_flag(raw: object) -> bool:
+    """True or false."""
+    if isinstance(raw, bool):
+        return raw
+    if isinstance(raw, str) and raw.lower() in ("true", "false"):
+        return raw.lower() == "true"
+    raise ValueError("neither true nor false")
+
+
+def parse_chunk_tokens(raw: object) -> int:
+    """A number of tokens."""
+    tokens = int(raw) if isinstance(raw, str) and raw.isdecimal() else raw
+    if type(tokens) is not int or not CHUNK_TOKENS_MIN <= tokens <= CHUNK_TOKENS_MAX:
+        raise ValueError("not such a number")
+    return tokens
+
+
+def one_of(*words: str) -> Callable[[object], str]:
+    """A parser of one of these words."""
+
+    def parse(raw: object) -> str:
+        if raw not in words:
+            raise ValueError("not one of them")
+        return str(raw)
+
+    return parse
+
+
+def show(value: object) -> str:
+    """The value in words."""
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value).removesuffix(".0")
+
+
+def show_host_bytes(value: object) -> str:
+    """A size in both units."""
+    return f"{format_bytes(value)} ({value} bytes)" if isinstance(value, int) else "auto"
