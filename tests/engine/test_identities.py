@@ -62,7 +62,6 @@ def differing(one: ServedEngine, other: ServedEngine, node: Node) -> set[str]:
     return set(fields)
 
 
-@pytest.mark.slow
 def test_two_ranks_hit_like_one_and_share_with_their_like_only(
     single: ServedEngine, node: Node, logs: Path
 ) -> None:

@@ -97,6 +97,8 @@ class Lookups:
             return False
         question.first = match
         question.number = probe.number
+        # The node has spoken: T_answer begins anew.
+        question.sent_ms, question.is_overdue = self._clock.now_ms(), False
         self._questions[probe.number] = tracker
         return True
 
@@ -178,6 +180,10 @@ class Lookups:
     def _give_up_late(self, tracker: Tracker, question: Question) -> None:
         waited_ms = self._clock.now_ms() - question.sent_ms
         if waited_ms < (PENDING_MS_MAX if question.is_pending else ANSWER_MS_MAX):
+            return
+        if not question.is_overdue:
+            # Maybe not the node stood still but we: what has come meanwhile is seen next time.
+            question.is_overdue = True
             return
         if question.is_pending:
             tracker.no_load = MissReason.WAITED_TOO_LONG

@@ -13,12 +13,16 @@ from kvtide.core.reasons import MissReason
 
 @dataclass(slots=True)
 class Question:
-    """A lookup on its way, or answered. `first` is its answer while a probe asks for the rest."""
+    """A lookup on its way, or answered. `first` is its answer while a probe asks for the rest.
+
+    It is overdue once a look came too late for it; the look after that gives it up.
+    """
 
     number: int
     sent_ms: int
     sent_s: float
     is_pending: bool = False
+    is_overdue: bool = False
     first: m.Match | None = None
     match: m.Match | None = None
     answered_ms: int = 0

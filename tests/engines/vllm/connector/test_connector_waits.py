@@ -18,6 +18,7 @@ from tests.engines.vllm.connector.toys import (
     own_hit,
     scheduler_of,
     stored,
+    tokens,
     until,
     workers_of,
 )
@@ -56,6 +57,33 @@ def test_an_answer_is_as_old_as_its_arrival(toys: Toys) -> None:
     assert question.match is None or question.answered_ms == 5
     engine.run()
     assert engine.results[request_id].external == own_hit(LENGTH, LENGTH)
+
+
+def test_steps_longer_than_t_answer_see_all_answers(
+    toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lookup's as well as the probe's: what counts is that it has come, not when we look."""
+    engine = toys.start(OPTIONS)
+    prompt = stored(toys, engine, LENGTH)
+    scheduler = scheduler_of(engine)
+    monkeypatch.setattr(lookups_side, "ANSWER_MS_MAX", 250)
+    monkeypatch.setattr(lookups_side, "STEP_WAIT_S", 0.0)
+    scheduler._lookups.next_step()
+    clock = scheduler._lookups._clock = SimpleNamespace(now_ms=lambda: 0)
+    request_id = engine.add(
+        [*prompt[:100], *tokens(80)]
+    )  # parts within a chunk: a probe is needed
+    for step in range(1, 5):
+        if step > 1:  # and in the first step after a stall it has not come yet
+            until("the node has answered", lambda: is_answered(scheduler))
+        clock.now_ms = lambda step=step: 300 * step
+        engine.step()
+    engine.run()
+    assert engine.results[request_id].external == own_hit(100, 100)
+
+
+def is_answered(scheduler: Any) -> bool:
+    return bool(scheduler._link._answers) or not scheduler._lookups._questions
 
 
 def test_loads_that_wait_for_others_are_not_given_up(
