@@ -70,13 +70,15 @@ def test_steps_longer_than_t_answer_see_all_answers(
     monkeypatch.setattr(lookups_side, "STEP_WAIT_S", 0.0)
     scheduler._lookups.next_step()
     clock = scheduler._lookups._clock = SimpleNamespace(now_ms=lambda: 0)
-    request_id = engine.add(
-        [*prompt[:100], *tokens(80)]
-    )  # parts within a chunk: a probe is needed
-    for step in range(1, 5):
-        if step > 1:  # and in the first step after a stall it has not come yet
-            until("the node has answered", lambda: is_answered(scheduler))
-        clock.now_ms = lambda step=step: 300 * step
+    with toys.node.stopped():  # all stood still: in the first look after that nothing has come yet
+        request_id = engine.add(
+            [*prompt[:100], *tokens(80)]
+        )  # parts within a chunk: needs a probe
+        clock.now_ms = lambda: 300
+        engine.step()
+    for now_ms in (600, 900, 1200):
+        until("the node has answered", lambda: is_answered(scheduler))
+        clock.now_ms = lambda now_ms=now_ms: now_ms
         engine.step()
     engine.run()
     assert engine.results[request_id].external == own_hit(100, 100)
