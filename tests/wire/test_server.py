@@ -57,6 +57,18 @@ def test_peer_that_never_reads_loses_its_connection_only(running_node: NodeProce
     assert running_node.log().count("its peer does not read") == 1
 
 
+def test_last_words_are_heard_though_the_peer_takes_no_answer(running_node: NodeProcess) -> None:
+    """It asked, said good-bye and closed: the answer cannot be sent, and the good-bye counts."""
+    with RawPeer(running_node.places) as peer:
+        peer.hello(worker_hello())
+        assert isinstance(peer.receive(), m.Welcome)
+        running_node.signal(signal.SIGSTOP)
+        peer.send(m.Ping())
+        peer.send(m.Bye())
+    running_node.signal(signal.SIGCONT)
+    wait_until(lambda: not ask(running_node.places, "status")["engines"], "it is still known")
+
+
 def test_slow_peer_is_served_to_the_end(running_node: NodeProcess) -> None:
     """One byte at a time, between the questions of others."""
     with FakeEngine(running_node.places, "one") as engine, RawPeer(running_node.places) as peer:

@@ -10,13 +10,13 @@ Ownership: everything here belongs to the thread of the loop.
 import asyncio
 import os
 import socket
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
 from kvtide.core.messages import Message
 from kvtide.errors import WireError
 from kvtide.wire.frames import FrameReader, Outbox, encode, receive
+from kvtide.wire.peer import peer_of
 from kvtide.wire.places import check_socket_path
 
 CONNECTIONS_MAX = 4096
@@ -28,11 +28,9 @@ READS_MAX = 64
 """Of a dead peer's socket, which some child of it might keep open and write to."""
 OUTBOX_BYTES_MAX = 64 << 20
 
-_CREDENTIALS = struct.Struct("iii")
-
 
 class Connection:
-    """One accepted peer."""
+    """One accepted peer; deaf once it takes nothing more, though it may have said something."""
 
     def __init__(self, number: int, sock: socket.socket, peer_pid: int) -> None:
         self.number = number
@@ -41,6 +39,7 @@ class Connection:
         self.reader = FrameReader()
         self.outbox = Outbox(OUTBOX_BYTES_MAX)
         self.is_closing = False
+        self.is_deaf = False
 
 
 class Server:
@@ -84,13 +83,12 @@ class Server:
             self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
             return
         sock.setblocking(False)
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, _ = _CREDENTIALS.unpack(raw)
-        if uid != os.getuid() or len(self._connections) >= CONNECTIONS_MAX:
-            self._on_refused(f"process {pid} of user {uid} was refused a connection")
+        peer = peer_of(sock)
+        if peer.uid != os.getuid() or len(self._connections) >= CONNECTIONS_MAX:
+            self._on_refused(f"process {peer.pid} of user {peer.uid} was refused a connection")
             sock.close()
             return
-        connection = Connection(self._next_number, sock, pid)
+        connection = Connection(self._next_number, sock, peer.pid)
         self._next_number += 1
         self._connections[connection.number] = connection
         self._loop.add_reader(sock, self._readable, connection)
@@ -134,7 +132,7 @@ class Server:
         So does one to which this cannot be said: facts too large for one frame, say.
         """
         connection = self._connections.get(number)
-        if connection is None or connection.is_closing:
+        if connection is None or connection.is_closing or connection.is_deaf:
             return
         own = descriptors or []
         fault = "its peer does not read"
@@ -151,8 +149,9 @@ class Server:
         try:
             connection.outbox.flush(connection.sock)
         except OSError:
-            self.drop(connection.number)
-            return
+            # It has closed; what it said before, a good-bye or its last answers, is still to read.
+            connection.is_deaf = True
+            connection.outbox.close()
         if connection.outbox:
             self._loop.add_writer(connection.sock, self._flush, connection)
             return

@@ -21,7 +21,7 @@ from tests.engines.vllm.connector.toys import (
     workers_of,
 )
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("patient")]
+pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 OPTIONS = ToyOptions(chunk_tokens=32, step_tokens=40)
 SCHEDULER_CALLS = (
