@@ -18,19 +18,3 @@ class MonotonicClock:
     def now_ms(self) -> int:
         """Milliseconds since some fixed moment before this process began."""
         return time.monotonic_ns() // 1_000_000
-
-
-class ManualClock:
-    """A clock that stands still until it is moved: for tests."""
-
-    def __init__(self, now_ms: int = 0) -> None:
-        self._now_ms = now_ms
-
-    def now_ms(self) -> int:
-        """The moment it was moved to last."""
-        return self._now_ms
-
-    def advance(self, by_ms: int) -> None:
-        """Move on; a negative step is a mistake of the test."""
-        assert by_ms >= 0, by_ms
-        self._now_ms += by_ms

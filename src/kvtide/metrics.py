@@ -37,6 +37,12 @@ class Metric:
 
 METRICS = (
     Metric("kvtide_host_size_bytes", "gauge", "Most bytes the host tier may hold.", "size_bytes"),
+    Metric(
+        "kvtide_host_reachable_bytes",
+        "gauge",
+        "Most bytes the host tier may hold now, as far as the machine has memory to spare.",
+        "reachable_bytes",
+    ),
     Metric("kvtide_host_allocated_bytes", "gauge", "Bytes of all regions.", "allocated_bytes"),
     Metric("kvtide_host_held_bytes", "gauge", "Bytes of entries that can be hit.", "held_bytes"),
     Metric("kvtide_host_free_bytes", "gauge", "Bytes of free cells.", "free_bytes"),
@@ -77,6 +83,21 @@ METRICS = (
         "Requests that were served nothing, or less than was asked, by reason.",
         "miss.",
         "reason",
+    ),
+    Metric(
+        "kvtide_lookups_total",
+        "counter",
+        "Answers of the node; not_mapped: those cut short because the engine had not mapped"
+        " memory yet.",
+        "lookups.",
+        "outcome",
+    ),
+    Metric(
+        "kvtide_unprotected_loads_total",
+        "counter",
+        "Loads that began without a lease: what they read may be evicted meanwhile, and then they"
+        " fail.",
+        "unprotected_loads",
     ),
     Metric("kvtide_stored_blocks_total", "counter", "Blocks stored.", "stored_blocks"),
     Metric(

@@ -98,11 +98,11 @@ def test_a_load_that_began_too_late_is_only_unprotected(world: World, engine: En
     world.tick(after_ms=LEASE_MS)
     assert engine.say(m.LoadBegin(match.lease)) == []
     assert counts(world) == (0, 0)
-    assert world.machine.counts["load.unprotected"] == 1
+    assert world.machine.counts["unprotected_loads"] == 1
     assert engine.say(m.LoadEnd(match.lease, 4)) == []
     assert world.machine.counts["loaded_blocks"] == 4
     engine.say(m.LoadBegin(leased(engine, prompt(1)).lease))
-    assert world.machine.counts["load.unprotected"] == 1
+    assert world.machine.counts["unprotected_loads"] == 1
     world.machine.check_integrity()
 
 

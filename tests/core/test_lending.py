@@ -199,6 +199,8 @@ def test_a_grant_that_was_never_planned_is_returned(world: World) -> None:
     assert engine.blocks_held(prompt(1, 2)) == 0
     engine.say(m.GrantReturn([first, 999]))
     at_rest(world)
+    lending = world.machine.lending
+    assert (lending.stored_blocks, lending.failed_blocks) == (0, 4)  # of the second alone
 
 
 def test_an_engine_cannot_return_the_grant_of_another(world: World) -> None:

@@ -167,7 +167,7 @@ def test_after_t_load_a_match_ends_before_what_is_not_mapped(world: World, engin
     match = late.last(m.Match)
     assert (match.number, match.chunks, match.probe) == (late.number, 2, False)
     assert {run[0] for run in match.runs} == {first}
-    assert world.machine.counts["lookup.not_mapped"] == 1
+    assert world.machine.counts["lookups.not_mapped"] == 1
     assert late.blocks_held(prompt(1, 2, 3)) == 8, "no waiting any more"
 
 
@@ -177,7 +177,7 @@ def test_a_probe_is_never_pending(world: World, engine: Engine) -> None:
     _, digests = late.chain(prompt(1))
     late.say(m.Probe(1, late.root, late.root, digests[0][:32]))
     assert late.last(m.Match) == m.Match(1, 0, 0, [], 0)
-    assert world.machine.counts["lookup.not_mapped"] == 1
+    assert world.machine.counts["lookups.not_mapped"] == 1
 
 
 def test_regions_are_offered_most_recently_hit_first(world: World, engine: Engine) -> None:

@@ -49,6 +49,9 @@ def _host(host: Mapping[str, Any]) -> Iterator[str]:
     limit = ""
     if host["limit_bytes"] < host["size_bytes"]:
         limit = f", now {format_bytes(host['limit_bytes'])} because memory is short"
+    elif host["refusal"]:
+        reachable = format_bytes(host["reachable_bytes"])
+        limit = f", for now {reachable}: {printable(host['refusal'])}"
     yield f"{format_bytes(host['size_bytes'])} at most{limit}"
     yield (
         f"{format_bytes(host['allocated_bytes'])} allocated: {format_bytes(host['held_bytes'])}"

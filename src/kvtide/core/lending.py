@@ -72,6 +72,8 @@ class Lending:
         self._granted_to: dict[str, int] = {}  # the same, by engine; nobody with nothing
         self.evicted: dict[str, int] = {"room": 0, "superseded": 0, "moved": 0, "cleared": 0}
         self.stored_blocks = 0
+        self.failed_blocks = 0
+        """Blocks whose copy was planned and is not held: it, or one before it, failed."""
         self._cleared: list[Root | Entry | radix.Fork] = []
         """Cleared and not gone yet; a stack of holders, each below all that is known below it."""
         self._next_number = first_number
@@ -247,7 +249,7 @@ class Lending:
             return
         grant.waiting.clear()
         self._fail(grant)
-        self._settle(grant)
+        self._settle(grant, is_returned=True)
 
     def worker_holds(self, worker: Worker, held: set[int]) -> None:
         """The worker is back and names what it may still write; it is through with the rest."""
@@ -272,7 +274,7 @@ class Lending:
         for entry in [*self._index.below(grant.entry), grant.entry]:
             self._detach(entry)
 
-    def _settle(self, grant: Grant) -> None:
+    def _settle(self, grant: Grant, *, is_returned: bool = False) -> None:
         if grant.waiting or grant.number not in self.grants:
             return
         del self.grants[grant.number]
@@ -284,6 +286,8 @@ class Lending:
                 if other.is_attached and not other.pins:
                     self.evict_below(other, "superseded")
                     self.evict(other, "superseded")
+        elif not is_returned:
+            self.failed_blocks += grant.entry.blocks
         self._free_if_unused(grant.entry)
 
     # ---- taking away

@@ -64,7 +64,7 @@ class Lookups:
                 waiting[lookup.number] = Waiting(lookup, closed)
                 self._waiting[instance.engine_id] = waiting
                 return
-            self._count("lookup.not_mapped", 1)
+            self._count("lookups.not_mapped", 1)
             matched = matched.within(instance.open_regions)
         if waiting.pop(lookup.number, None) is not None and not waiting:
             del self._waiting[instance.engine_id]
@@ -77,7 +77,7 @@ class Lookups:
         if parent is not None and instance.layout is not None:
             matched = self._index.match_blocks(parent, probe.digests, now_ms)
         if self._closed_region(instance, matched, now_ms) is not None:
-            self._count("lookup.not_mapped", 1)
+            self._count("lookups.not_mapped", 1)
             matched = matched.within(instance.open_regions)
         self._answer(instance, probe.number, matched, now_ms)
 
@@ -124,7 +124,7 @@ class Lookups:
             deepest = matched.entries[-1]
             wanted = Lease(deepest, matched.regions, instance.engine_id, now_ms + LEASE_MS)
             lease = self._leases.take(wanted, self._host.limit_bytes)
-        self._count("lookup.answered", 1)
+        self._count("lookups.answered", 1)
         chunks = len(matched.entries) - (matched.blocks > 0)
         answer = m.Match(number, chunks, matched.blocks, matched.runs, lease, matched.may_go_on)
         self._send(instance.connection, answer)

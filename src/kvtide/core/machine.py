@@ -384,7 +384,7 @@ class Machine:
 
     def _load_begin(self, connection: int, message: m.LoadBegin) -> None:
         if not self.leases.begin_load(message.lease, self._instance(connection).engine_id):
-            self._count("load.unprotected", 1)  # it may fail, which costs a recompute
+            self._count("unprotected_loads", 1)  # it may fail, which costs a recompute
 
     def _load_end(self, connection: int, message: m.LoadEnd) -> None:
         self.leases.end(message.lease, self._instance(connection).engine_id)

@@ -13,6 +13,7 @@ from typing import Any
 from kvtide.core.index import Entry
 from kvtide.core.instances import Instance
 from kvtide.core.machine import Machine
+from kvtide.core.reasons import DropReason
 
 COUNT_MAX = (1 << 63) - 1
 """What a message can carry; absurd values stay below it, since metrics never break anything."""
@@ -71,7 +72,6 @@ def host(machine: Machine) -> dict[str, Any]:
     in_all = _bytes(machine)
     return {
         **in_all,
-        "reachable_bytes": machine.host.reachable_bytes,
         "refusal": machine.host.refusal,
         "evictable_bytes": _evictable_bytes(machine, in_all["held_bytes"]),
         "regions": [
@@ -107,6 +107,7 @@ def _bytes(machine: Machine) -> dict[str, Any]:
     return {
         "size_bytes": machine.host.size_bytes,
         "limit_bytes": machine.host.limit_bytes,
+        "reachable_bytes": machine.host.reachable_bytes,
         "allocated_bytes": machine.host.allocated_bytes,
         "free_bytes": sum(r.cells.free_cells * r.layout.block_bytes for r in regions),
         "held_bytes": lent - storing - loose,
@@ -218,6 +219,7 @@ def totals(machine: Machine, left: dict[str, int]) -> dict[str, int]:
     """Counters of the node and of all engines, those that have left included."""
     sums = dict(machine.counts)
     sums["stored_blocks"] = machine.lending.stored_blocks
+    sums[f"drop.{DropReason.FAILED}"] = machine.lending.failed_blocks
     for counts in (left, *(instance.counts for instance in machine.instances.values())):
         for name, value in counts.items():
             sums[name] = sums.get(name, 0) + value

@@ -415,6 +415,8 @@ class Runtime:
     def _check(self) -> m.CommandAnswer:
         try:
             self.machine.check_integrity()
+        except MemoryError:
+            return m.CommandAnswer({}, error="there is too little memory to check the state")
         except Exception as error:
             self._loop.call_soon(self._give_up, "check")
             return m.CommandAnswer({}, error=f"the node's state is broken: {error}"[:1000])

@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -380,8 +379,3 @@ def use_processors(processors: set[int]) -> None:
         os.sched_setaffinity(0, processors)
     except OSError as error:
         logger.debug("kvtide: a mover thread keeps its processor: %s", error)
-
-
-def facts_of(message: dict[str, Any]) -> WorkerFacts:
-    """A worker's facts as they came through the node."""
-    return msgspec.convert(message, WorkerFacts)

@@ -140,13 +140,13 @@ def test_requests_that_skip_reading_take_no_lease_and_still_store(toys: Toys) ->
     """Prompt log-probabilities need the whole prompt computed."""
     engine = toys.start(options())
     prompt = tokens(LENGTH)
-    before = toys.node.count("lookup.answered")
+    before = toys.node.count("lookups.answered")
     engine.generate(prompt, prompt_logprobs=1)
     toys.rest()
     engine.reset()
     engine.generate(prompt, prompt_logprobs=1)
     toys.rest()
-    assert toys.node.count("lookup.answered") == before
+    assert toys.node.count("lookups.answered") == before
     assert found(toys, engine, prompt) == HIT
 
 
@@ -209,11 +209,11 @@ def test_the_tail_of_the_only_request_is_stored_and_the_engine_stops(toys: Toys)
 def test_requests_too_short_to_store(toys: Toys) -> None:
     """Less than a block: no question, no grant, no step beyond the last."""
     engine = toys.start(options())
-    before = toys.node.count("lookup.answered")
+    before = toys.node.count("lookups.answered")
     for length in (1, 2, BLOCK - 1):
         assert_right(engine.generate(tokens(length)), 1)
         assert not engine.connector.has_pending_push_work()
-    assert toys.node.count("lookup.answered") == before
+    assert toys.node.count("lookups.answered") == before
 
 
 # ---- drafts
