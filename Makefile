@@ -5,10 +5,10 @@
 PYTHON := .venv/bin/python
 
 help:
-	@echo 'make setup   create .venv with vLLM for CPUs, kvtide, and the models (once, a few minutes)'
+	@echo 'make setup   create .venv with vLLM for CPUs, kvtide, and the models (once, about two minutes)'
 	@echo 'make demo    show a prefix computed by one engine and used by another'
 	@echo 'make check   format, lint, types, tidy and quick tests'
-	@echo 'make test    check, then every test, the ones with a real vLLM included'
+	@echo 'make test    check, then the tests with a real vLLM (long ones: scripts/soak)'
 	@echo 'make bench   the benchmark'
 	@echo 'make clean   remove .venv and all caches'
 
