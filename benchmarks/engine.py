@@ -4,6 +4,7 @@
 
 SmolLM2-135M in bf16 on all cores of this process. Every arm is a `vllm serve` of its own; those
 that are compared live at the same time and take turns, so what changes with time changes for all.
+Each part is written down as engine_PART.md as soon as it has ended.
 `--quick` shows that everything runs; its numbers decide nothing and are not written down.
 """
 
@@ -40,20 +41,15 @@ def main(argv: Sequence[str]) -> int:
     unknown = set(options.only.split(",")) - set(PARTS)
     if unknown:
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    facts = report.machine()
-    sections = []
+    missed = 0
     for name in options.only.split(","):
         print(f"engine: {name}", flush=True)
-        sections.append(PARTS[name](options.quick))
-        print(f"\n{sections[-1].markdown()}\n", flush=True)
-    if not options.quick:
-        report.write(options.results, "engine", "kvtide in vLLM", facts, sections)
-    missed = [
-        check
-        for section in sections
-        for check in section.checks
-        if check.verdict is Verdict.MISSED
-    ]
+        facts = report.machine()
+        section = PARTS[name](options.quick)
+        print(f"\n{section.markdown()}\n", flush=True)
+        if not options.quick:
+            report.write(options.results, f"engine_{name}", "kvtide in vLLM", facts, [section])
+        missed += sum(check.verdict is Verdict.MISSED for check in section.checks)
     return 1 if missed else 0
 
 
