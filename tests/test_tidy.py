@@ -61,7 +61,7 @@ TEST_PACKAGES = {"pytest", "hypothesis"}
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 LINE_CHARS_MAX = 99
-LONGEST_FUNCTION = 70
+LONGEST_FUNCTION = 51
 """The ratchet: it may only be lowered."""
 
 BANNED = {"util", "utils", "manager", "managers", "helper", "helpers", "batched"}

@@ -217,7 +217,7 @@ class Bye:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A request of the command line: status, config, clear, stop."""
+    """A request of the command line: status, config, clear, check, stop."""
 
     name: str
     arguments: dict[str, str] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtide.errors import KVTideError
 from kvtide.units import MiB
 
 READ_BYTES = 4 * MiB
@@ -57,11 +58,11 @@ class FileIdentity(NamedTuple):
         )
 
 
-class ReadStopped(Exception):
+class ReadStopped(KVTideError):
     """The reader was asked to stop: nothing is known of the file."""
 
 
-class FileChanged(Exception):
+class FileChanged(KVTideError):
     """A file was written while it was read, twice."""
 
 
@@ -114,7 +115,7 @@ class FileDigests:
                     self._keep(identity, digest)
                 return identity, digest
             progress(-identity.size_bytes)
-        raise FileChanged(str(path))
+        raise FileChanged(f"{path} was written while it was read; nothing is known of its content")
 
     def _keep(self, identity: FileIdentity, digest: bytes) -> None:
         """A directory that cannot be written is no failure: the next start reads again."""
