@@ -19,7 +19,7 @@ from kvtide.errors import KVTideError
 from kvtide.memory.region import MappedRegion
 
 
-class _Slot:
+class _Mapping:
     """One region's state."""
 
     def __init__(self, region: MappedRegion) -> None:
@@ -45,7 +45,7 @@ class MappedRegions:
         self._on_failed = on_failed
         self._on_left = on_left
         self._lock = threading.Condition()
-        self._slots: dict[int, _Slot] = {}
+        self._mappings: dict[int, _Mapping] = {}
         self._named: dict[int, bool] = {}  # what a hello named: whether it was open
         self._work: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvtide-map", daemon=True)
@@ -57,7 +57,7 @@ class MappedRegions:
         One that is there already is offered again where our word of it crossed with the node's.
         """
         with self._lock:
-            known = self._slots.get(number)
+            known = self._mappings.get(number)
             is_open = known is not None and known.is_open
         if known is not None:
             if is_open:
@@ -70,19 +70,19 @@ class MappedRegions:
             self._on_failed(number, str(error))
             return
         with self._lock:
-            assert number not in self._slots, f"region {number} is offered on two threads"
-            self._slots[number] = _Slot(region)
+            assert number not in self._mappings, f"region {number} is offered on two threads"
+            self._mappings[number] = _Mapping(region)
         self._work.put(number)
 
     def leave(self, number: int) -> None:
         """Unmap a region as soon as no copy is in it; one that is not there has left already."""
         with self._lock:
-            slot = self._slots.get(number)
-            if slot is not None:
-                slot.is_leaving = True
-                slot.is_open = False
-                slot.stop.set()
-        if slot is None:
+            mapping = self._mappings.get(number)
+            if mapping is not None:
+                mapping.is_leaving = True
+                mapping.is_open = False
+                mapping.stop.set()
+        if mapping is None:
             self._on_left(number)
         else:
             self._work.put(number)
@@ -95,19 +95,19 @@ class MappedRegions:
     def numbers(self) -> list[int]:
         """Regions mapped or being mapped."""
         with self._lock:
-            return list(self._slots)
+            return list(self._mappings)
 
     def named(self) -> tuple[list[int], list[int]]:
         """For a hello: the open regions, and those that are being mapped or leave."""
         with self._lock:
-            self._named = {number: slot.is_open for number, slot in self._slots.items()}
+            self._named = {number: mapping.is_open for number, mapping in self._mappings.items()}
             is_open = self._named
             return [n for n in is_open if is_open[n]], [n for n in is_open if not is_open[n]]
 
     def say_changes(self) -> None:
         """After a welcome: say what has changed since `named`, when nobody could be told."""
         with self._lock:
-            is_open = {number: slot.is_open for number, slot in self._slots.items()}
+            is_open = {number: mapping.is_open for number, mapping in self._mappings.items()}
             named, self._named = self._named, {}
         for number, was_open in named.items():
             if number not in is_open:
@@ -118,26 +118,26 @@ class MappedRegions:
     def wait_empty(self, timeout_s: float) -> bool:
         """Wait until everything is unmapped."""
         with self._lock:
-            return self._lock.wait_for(lambda: not self._slots, timeout_s)
+            return self._lock.wait_for(lambda: not self._mappings, timeout_s)
 
     @contextmanager
     def using(self, numbers: set[int]) -> Iterator[dict[int, MappedRegion]]:
         """The open ones of these regions, which stay mapped inside the `with`."""
         with self._lock:
             held = {
-                number: slot
+                number: mapping
                 for number in numbers
-                if (slot := self._slots.get(number)) is not None and slot.is_open
+                if (mapping := self._mappings.get(number)) is not None and mapping.is_open
             }
-            for slot in held.values():
-                slot.users += 1
+            for mapping in held.values():
+                mapping.users += 1
         try:
-            yield {number: slot.region for number, slot in held.items()}
+            yield {number: mapping.region for number, mapping in held.items()}
         finally:
             with self._lock:
-                for number, slot in held.items():
-                    slot.users -= 1
-                    if slot.is_leaving and not slot.users:
+                for number, mapping in held.items():
+                    mapping.users -= 1
+                    if mapping.is_leaving and not mapping.users:
                         self._work.put(number)
 
     def close(self, timeout_s: float) -> None:
@@ -149,36 +149,36 @@ class MappedRegions:
     def _run(self) -> None:
         while (number := self._work.get()) is not None:
             with self._lock:
-                slot = self._slots.get(number)
-            if slot is None:
+                mapping = self._mappings.get(number)
+            if mapping is None:
                 continue
-            if slot.is_leaving:
-                self._unmap(number, slot)
-            elif not slot.is_open:
-                self._populate(number, slot)
+            if mapping.is_leaving:
+                self._unmap(number, mapping)
+            elif not mapping.is_open:
+                self._populate(number, mapping)
 
-    def _populate(self, number: int, slot: _Slot) -> None:
+    def _populate(self, number: int, mapping: _Mapping) -> None:
         try:
-            is_done = slot.region.populate(slot.stop)
+            is_done = mapping.region.populate(mapping.stop)
         except KVTideError as error:
             with self._lock:
-                slot.is_leaving = True
-            self._unmap(number, slot, failure=str(error))
+                mapping.is_leaving = True
+            self._unmap(number, mapping, failure=str(error))
             return
         with self._lock:
-            slot.is_open = is_done and not slot.is_leaving
-            is_open = slot.is_open
+            mapping.is_open = is_done and not mapping.is_leaving
+            is_open = mapping.is_open
         if is_open:
             self._on_open(number)
 
-    def _unmap(self, number: int, slot: _Slot, failure: str = "") -> None:
+    def _unmap(self, number: int, mapping: _Mapping, failure: str = "") -> None:
         with self._lock:
-            if slot.users or self._slots.get(number) is not slot:
+            if mapping.users or self._mappings.get(number) is not mapping:
                 return
         with suppress(BufferError):  # a view that outlives its copy: the memory goes with it
-            slot.region.close()
+            mapping.region.close()
         with self._lock:
-            del self._slots[number]
+            del self._mappings[number]
             self._lock.notify_all()
         if failure:
             self._on_failed(number, failure)

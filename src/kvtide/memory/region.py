@@ -53,7 +53,7 @@ ALLOCATE_BYTES = 64 * MiB
 POPULATE_BYTES = 16 * MiB
 """Populated in one call: it holds off the engine's own mmap and munmap for its 4 ms."""
 
-TOUCH_BYTES = MiB
+READ_BYTES = MiB
 """Read in one go where the kernel cannot populate: the interpreter's lock is held for 0.5 ms."""
 
 GENERATION_BYTES = 8
@@ -202,19 +202,19 @@ class MappedRegion:
                     advise(address + start, length, MADV_POPULATE_WRITE)
                 except OSError as error:
                     if error.errno == errno.EINVAL:  # a kernel before 5.14
-                        return self._touch(stop)
+                        return self._populate_by_reading(stop)
                     raise HostMemoryError(
                         f"cannot populate {format_bytes(self.bytes_total)} at byte {start}:"
                         f" {error.strerror}; the machine is short of memory"
                     ) from error
         return True
 
-    def _touch(self, stop: threading.Event) -> bool:
+    def _populate_by_reading(self, stop: threading.Event) -> bool:
         """Read a byte of each page: in a shared mapping that makes it writable too."""
-        for start in range(0, self.bytes_total, TOUCH_BYTES):
+        for start in range(0, self.bytes_total, READ_BYTES):
             if stop.is_set():
                 return False
-            bytes(self.cells[start : start + TOUCH_BYTES : mmap.PAGESIZE])
+            bytes(self.cells[start : start + READ_BYTES : mmap.PAGESIZE])
         return True
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """A toy model over real paged KV memory: whatever is wrong with one byte shows in its output.
 
-    slot of token p  =  H(all KV bytes of the request before p, token p)       64 bytes
-    token p + 1      =  a number made of H(the same, and the slot of p)
+    KV of token p    =  H(all KV bytes of the request before p, token p)     64 bytes
+    token p + 1      =  a number made of H(the same, and the KV of p)
 
 So a byte that is wrong, stale, missing or in the wrong place changes every token behind it, and a
 token that is right proves that all KV bytes before it were right: the oracle of contract N_diff
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-SLOT_BYTES = 64
+TOKEN_KV_BYTES = 64
 """KV bytes of one token in one worker, all layers."""
 
 
@@ -28,7 +28,7 @@ class PagedMemory:
     def __init__(self, memory: Any, shard: int) -> None:
         """`memory` is an array of uint8 with these four dimensions."""
         layers, self.block_count, self.block_tokens, layer_bytes = memory.shape
-        assert layers * layer_bytes == SLOT_BYTES, memory.shape
+        assert layers * layer_bytes == TOKEN_KV_BYTES, memory.shape
         self.weights = 0
         self._memory = memory
         self._shard = shard
@@ -44,24 +44,24 @@ class PagedMemory:
         """
         running = _hash_of(self._shard, self.weights)
         running.update(self.read(table, start))
-        slots, hashes = [], []
+        token_kvs, hashes = [], []
         for token in tokens:
-            slots.append(_slot(running, token))
-            running.update(slots[-1])
+            token_kvs.append(_token_kv(running, token))
+            running.update(token_kvs[-1])
             hashes.append(running.digest())
-        self._write(table, start, slots)
+        self._write(table, start, token_kvs)
         return hashes
 
     def read(self, table: Sequence[int], token_count: int) -> bytes:
         """The KV bytes of a request's first tokens, token after token."""
         used = list(table[: -(-token_count // self.block_tokens)])
-        by_token = self._memory[:, used].transpose(1, 2, 0, 3).reshape(-1, SLOT_BYTES)
+        by_token = self._memory[:, used].transpose(1, 2, 0, 3).reshape(-1, TOKEN_KV_BYTES)
         return bytes(by_token[:token_count].tobytes())
 
-    def _write(self, table: Sequence[int], start: int, slots: Sequence[bytes]) -> None:
-        positions = np.arange(start, start + len(slots))
+    def _write(self, table: Sequence[int], start: int, token_kvs: Sequence[bytes]) -> None:
+        positions = np.arange(start, start + len(token_kvs))
         blocks = np.asarray(table)[positions // self.block_tokens]
-        values = np.frombuffer(b"".join(slots), np.uint8).reshape(-1, *self._layer_shape)
+        values = np.frombuffer(b"".join(token_kvs), np.uint8).reshape(-1, *self._layer_shape)
         self._memory[:, blocks, positions % self.block_tokens] = values.transpose(1, 0, 2)
 
     def scribble(self, block_ids: Sequence[int]) -> None:
@@ -100,7 +100,7 @@ def generated(
     shards = [_hash_of(shard, weights) for shard in range(shard_count)]
     for position in range(len(prompt) + count - 1):
         for running in shards:
-            running.update(_slot(running, tokens[position]))
+            running.update(_token_kv(running, tokens[position]))
         if position >= len(prompt) - 1:
             tokens.append(next_token([running.digest() for running in shards], vocabulary))
     return tokens[len(prompt) :]
@@ -110,7 +110,7 @@ def _hash_of(shard: int, weights: int) -> Any:
     return hashlib.blake2b(salt=shard.to_bytes(2, "big") + weights.to_bytes(8, "big"))
 
 
-def _slot(running: Any, token: int) -> bytes:
-    slot = running.copy()
-    slot.update(token.to_bytes(4, "big"))
-    return bytes(slot.digest())
+def _token_kv(running: Any, token: int) -> bytes:
+    own = running.copy()
+    own.update(token.to_bytes(4, "big"))
+    return bytes(own.digest())

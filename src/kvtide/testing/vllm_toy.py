@@ -41,10 +41,10 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvtide.testing.toy_engine import SLOT_BYTES, PagedMemory, ToySequence, next_token
+from kvtide.testing.toy_engine import TOKEN_KV_BYTES, PagedMemory, ToySequence, next_token
 
 LAYERS = 2
-HEAD_SIZE = SLOT_BYTES // LAYERS // 4  # keys and values, two bytes each
+HEAD_SIZE = TOKEN_KV_BYTES // LAYERS // 4  # keys and values, two bytes each
 VOCABULARY = 1024
 LENGTH_MAX = 4096
 IDLE_STEP_S = 0.0005
@@ -182,7 +182,7 @@ class ToyWorker:
         spec = kv_config.kv_cache_groups[0].kv_cache_spec
         # Random, so that nothing is right by chance.
         self._raw = torch.randint(-128, 128, (tensor.size,), dtype=torch.int8)
-        shape = (LAYERS, kv_config.num_blocks, spec.block_size, SLOT_BYTES // LAYERS)
+        shape = (LAYERS, kv_config.num_blocks, spec.block_size, TOKEN_KV_BYTES // LAYERS)
         memory = self._raw.numpy().view("uint8").reshape(shape)
         self.memory = PagedMemory(memory, rank // kv_config.kv_tp_replicas)
         self.sequences: dict[str, ToySequence] = {}

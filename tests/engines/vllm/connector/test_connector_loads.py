@@ -87,7 +87,7 @@ def moved(toys: Toys, engine: ToyEngine, prompt: list[int]) -> str:
         toys.node.clear()
         (planned,) = worker._loads.values()
         region, first_cell, _, generation = planned.job.runs[-1]
-        generations = worker._regions._slots[region].region.generations
+        generations = worker._regions._mappings[region].region.generations
         while generations[first_cell] == generation:
             other.generate(tokens(len(prompt)))
             toys.rest(other)
