@@ -14,6 +14,8 @@ class OffReason(enum.StrEnum):
     """a part of the engine's fingerprint could not be determined"""
     GROUPS = "groups"
     """the model has several KV cache groups, or one that is not plain attention"""
+    DEVICE = "device"
+    """the engine keeps its KV cache on a device that kvtide cannot copy from yet"""
     PARALLEL = "parallel"
     """context parallelism, or ranks on several machines"""
     QUANTISED_CACHE = "quantised_cache"

@@ -58,6 +58,15 @@ def reason_of(config: Any, kv: Any = None, settings: Any = SETTINGS) -> OffReaso
     return off.reason if off else None
 
 
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "tpu"])
+def test_a_device_that_cannot_be_copied_from_is_refused(
+    config: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The mover would take its addresses for the processor's."""
+    monkeypatch.setattr(config, "device_config", SimpleNamespace(device_type=kind))
+    assert reason_of(config) is OffReason.DEVICE
+
+
 def test_a_plain_decoder_is_supported(config: Any) -> None:
     assert reason_of(config) is None
 

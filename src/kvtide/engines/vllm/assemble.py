@@ -87,6 +87,10 @@ def build_worker(
     """A worker's role: joins the node with what it sees of its KV memory; None where it is off."""
     if _off(vllm_config, kv_cache_config, config) is not None:
         return None
+    devices = {cache.device.type for cache in kv_caches.values()}
+    if devices != {"cpu"}:  # whatever the configuration says: these addresses would be used
+        logger.info("kvtide off: %s", Off(OffReason.DEVICE, f"KV cache on {sorted(devices)}"))
+        return None
     facts = worker_facts(kv_caches, vllm_config, kv_cache_config)
     if isinstance(facts, Off):
         logger.info("kvtide off in rank %d: %s", vllm_config.parallel_config.rank, facts)

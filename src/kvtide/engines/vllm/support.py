@@ -66,6 +66,7 @@ def unsupported(vllm_config: Any, kv_cache_config: Any, settings: EngineConfig) 
     try:
         return (
             _version(settings)
+            or _device(vllm_config.device_config.device_type)
             or _groups(vllm_config, kv_cache_config)
             or _parallel(vllm_config.parallel_config)
             or _quantised(vllm_config, kv_cache_config)
@@ -83,6 +84,13 @@ def _version(settings: EngineConfig) -> Off | None:
         OffReason.ENGINE_VERSION,
         f"vLLM {vllm.__version__} is not one of {TESTED}; any_engine_version allows it",
     )
+
+
+def _device(kind: str) -> Off | None:
+    """The one mover there is takes addresses for the processor's own memory."""
+    if kind == "cpu":
+        return None
+    return Off(OffReason.DEVICE, f"vLLM runs on {kind}; kvtide copies on CPUs only, for now")
 
 
 def _groups(vllm_config: Any, kv_cache_config: Any) -> Off | None:
