@@ -323,12 +323,19 @@ def test_linger_of_zero_means_at_once_not_never(new_node: StartNode) -> None:
 
 def test_open_directory_is_refused(runtime_dir: Path) -> None:
     runtime_dir.chmod(0o750)
-    with pytest.raises(ConfigError, match=r"open to others \(mode 750\): chmod 700 it"):
+    with pytest.raises(ConfigError, match=r"open to others \(mode 750\): .* or chmod 700 it"):
         open_directory(runtime_dir)
     done = run_main(runtime_dir)
     assert done.returncode == launch.EXIT_CONFIG
     assert "chmod 700" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_nobody_is_told_to_close_a_directory_that_is_everybodys(runtime_dir: Path) -> None:
+    """Such as /tmp: root would do as it is told."""
+    runtime_dir.chmod(0o1777)
+    with pytest.raises(ConfigError, match=f"below it, such as {runtime_dir}/kvtide$"):
+        open_directory(runtime_dir)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a directory of somebody else")

@@ -66,9 +66,13 @@ def open_directory(directory: Path) -> Places:
             f"{os.getuid()}: set KVTIDE_RUNTIME_DIR to a directory of yours"
         )
     if found.st_mode & 0o077:
+        below = f"set KVTIDE_RUNTIME_DIR to a directory below it, such as {directory}/kvtide"
+        or_close = (
+            "" if found.st_mode & stat.S_ISVTX else ", or chmod 700 it"
+        )  # /tmp is everybody's
         raise ConfigError(
             f"the runtime directory {directory} is open to others "
-            f"(mode {stat.S_IMODE(found.st_mode):o}): chmod 700 it, or set KVTIDE_RUNTIME_DIR"
+            f"(mode {stat.S_IMODE(found.st_mode):o}): {below}{or_close}"
         )
     return Places(directory)
 
