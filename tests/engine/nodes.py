@@ -25,6 +25,8 @@ SMOLLM2_BLOCK_BYTES = 128 * 23_040
 WAIT_S_MAX = 60.0
 """How long a state may take to come; a test that needs less says so."""
 POLL_S = 0.02
+PULSE_S = 1.2
+"""A little more than engines take between two messages of what they have counted."""
 
 Status = dict[str, Any]
 
@@ -68,6 +70,18 @@ class Node:
         value: int = self.status()["counts"][name]
         return value
 
+    def counts_at_rest(self) -> Counter[str]:
+        """Its counters once those of all requests that have ended are among them.
+
+        Engines send them with each pulse, about once a second: two looks with one between them.
+        """
+        before, counts = None, None
+        while counts is None or counts != before:
+            before = counts
+            time.sleep(PULSE_S)
+            counts = Counter(self.status()["counts"])
+        return counts
+
     def engines_of(self, served: ServedEngine) -> list[Status]:
         """What it says of an engine: one entry for each engine core."""
         pids = served.processes().keys()
@@ -93,6 +107,10 @@ class Node:
 
         wait_until(what, holds, wait_s_max, lambda: status)
         return status
+
+    def wait_count(self, name: str, above: int) -> None:
+        """Wait until one of its counters is above this."""
+        self.wait(f"{name} is above {above}", lambda status: status["counts"][name] > above)
 
     def wait_on(self, engine_count: int = 1, wait_s_max: float = WAIT_S_MAX) -> Status:
         """Wait until so many engines are served; nobody else is there."""

@@ -86,7 +86,7 @@ def test_a_load_that_fails_is_computed_anew(engine: ServedEngine, shared_node: N
     shared_node.wait_at_rest()
     third = memory.cells(before)[2]
     forget(engine)
-    counted = {name: shared_node.count(name) for name in ("tokens.external", "failed_blocks")}
+    counted = shared_node.counts_at_rest()
     cells.move_generation(shared_node.pid, third)
     with shared_node.loading(2):
         ours = ask(engine, tokens, TOKENS)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtide.testing.completions import Completion
 from kvtide.testing.serving import TINY_LLAMA, TINY_LLAMA_B, ServedEngine
 from tests.engine import cells
 from tests.engine.answers import ask, assert_same, forget, is_same
@@ -19,6 +20,7 @@ BLOCK = 128
 BLOCK_BYTES = BLOCK * 2048
 """Of a block of the tiny models in two-byte numbers, all shards together."""
 LENGTH = 5 * BLOCK + 9
+HIT_TRIES = 6
 NAME = ("--served-model-name", "the-model")
 
 
@@ -47,9 +49,8 @@ def assert_apart(one: ServedEngine, other: ServedEngine, node: Node) -> None:
         with node.loading(0):
             assert ask(mine, tokens).cached_tokens == 0
         node.wait_at_rest()
-        forget(theirs)
         with node.loading(5):
-            assert_same(ask(theirs, tokens), own)
+            assert_same(hit(theirs, node, tokens), own)
 
 
 def differing(one: ServedEngine, other: ServedEngine, node: Node) -> set[str]:
@@ -76,19 +77,33 @@ def test_two_ranks_hit_like_one_and_share_with_their_like_only(
         before = memory.last_generation()
         tokens = stored(ranks, node, "two ranks")
         own = ask(ranks, tokens)
-        forget(ranks)
         with node.loading(5):
-            assert_same(ask(ranks, tokens), own)
+            assert_same(hit(ranks, node, tokens), own)
         for shard in (0, 1):
-            forget(ranks)
             mine = memory.cells(before, shard)
             assert len(mine) == 5
             with cells.damaged(mine[1]):
-                wrong = ask(ranks, tokens)
+                wrong = hit(ranks, node, tokens)
             assert wrong.cached_tokens == own.cached_tokens
             assert not is_same(wrong, own)
         assert_apart(single, ranks, node)
         assert any("tensor_parallel" in name for name in differing(single, ranks, node))
+
+
+def hit(ranks: ServedEngine, node: Node, tokens: list[int]) -> Completion:
+    """What kvtide serves of a prompt that it holds.
+
+    Two ranks and their scheduler on two cores: now and then a step takes longer than the node has
+    to answer, and then its answer counts as missing. That alone is asked again.
+    """
+    for _ in range(HIT_TRIES):
+        forget(ranks)
+        missed = node.count("miss.no_answer")
+        answer = ask(ranks, tokens)
+        if answer.cached_tokens:
+            return answer
+        node.wait_count("miss.no_answer", above=missed)
+    raise AssertionError(f"{HIT_TRIES} times the answer came too late")
 
 
 def test_two_weight_sets_under_one_name_are_two_models(
