@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from kvtide.core.reasons import OffReason
 from kvtide.testing.completions import (
     Address,
     Completion,
@@ -164,7 +165,8 @@ class ServedEngine(LeashedProgram):
     def wait_kvtide(self, on_s_max: float = KVTIDE_ON_S_MAX) -> str:
         """Wait until kvtide is on in this engine; returns what it says of itself.
 
-        Raises ProgramError if it is off, or says nothing in time.
+        Raises ProgramError if it is off, or says nothing in time. While its weights are read for
+        the first time it is off, and that passes.
         """
         began_s = time.monotonic()
         while time.monotonic() - began_s < on_s_max:
@@ -172,7 +174,10 @@ class ServedEngine(LeashedProgram):
                 _, is_on, text = line.partition(KVTIDE_ON)
                 if is_on:
                     return text
-                if KVTIDE_OFF in line:
+                _, is_off, reason = line.partition(KVTIDE_OFF)
+                if reason.startswith(OffReason.WEIGHTS_HASHING):
+                    break
+                if is_off:
                     raise ProgramError(f"the engine serves uncached: {line}")
             self._on_wait(time.monotonic() - began_s)
             time.sleep(POLL_S)
