@@ -66,6 +66,20 @@ def test_the_log_is_this_engines_only(make: Make) -> None:
             assert engine.log_lines() == ["the stub starts, STUB: "]
 
 
+def test_an_engine_whose_weights_are_being_read_is_waited_for(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That off passes by itself; any other is an error at once."""
+    engine = make()
+    log = ["kvtide off: weights_hashing (1 MiB of 2 MiB read)"]
+    monkeypatch.setattr(engine, "log_lines", lambda: list(log))
+    monkeypatch.setattr(engine, "_on_wait", lambda _: log.append("kvtide on: node 1"))
+    assert engine.wait_kvtide() == "node 1"
+    log[:] = ["kvtide off: groups (two)"]
+    with pytest.raises(ProgramError, match="uncached: kvtide off: groups"):
+        engine.wait_kvtide()
+
+
 def test_an_engine_that_ends_at_its_start_is_an_error_with_its_last_words(make: Make) -> None:
     engine = make("ends")
     engine.start()
