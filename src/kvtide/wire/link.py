@@ -349,14 +349,16 @@ class Link:
                 self._end(sock, reader)
 
     def _flush_bye(self, sock: socket.socket) -> None:
-        """Good-bye, behind everything that is still to be sent."""
-        self.send(Bye())
+        """Good-bye, behind everything that is still to be sent; OSError where nobody hears it."""
         poll = select.poll()
         poll.register(sock, select.POLLOUT)
         deadline_s = time.monotonic() + FAREWELL_S_MAX
+        is_queued = False
         while (left_s := deadline_s - time.monotonic()) > 0:
+            is_queued = is_queued or self.send(Bye())
             with self._lock:
-                if not self._flush():
+                self._outbox.flush(sock)
+                if is_queued and not self._outbox:
                     self._owes_bye = False
                     return
             poll.poll(left_s * 1000)

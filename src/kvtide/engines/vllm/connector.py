@@ -76,14 +76,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _guarded(self, hook: Callable[[], Answer], otherwise: Other) -> Answer | Other:
         """The one boundary: a failure of ours is a miss, never the engine's."""
-        if self._is_off:
-            return otherwise
-        try:
-            return hook()
-        except Exception:
-            logger.exception("kvtide off: an error of its own; the engine serves uncached")
-            self._turn_off()
-            return otherwise
+        return otherwise if self._is_off else self._always(hook, otherwise)
 
     def _turn_off(self) -> None:
         """Let go of everything; the workers are told with the next plan."""
