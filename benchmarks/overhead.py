@@ -1,9 +1,10 @@
 """Prompts that nobody sent before: what kvtide costs an engine that never hits.
 
-Three engines live at once and take turns: without kvtide, without kvtide once more, with it. A
-turn is one request of unique random words, a prefill step and then a token a step; before it all
-engines are seen to use no CPU. Compared are the times of one round, so that a machine that changes
-its pace changes it for all. The two engines without kvtide give the noise floor.
+Four engines live at once and take turns: without kvtide, without kvtide once more, with a
+connector that does nothing, with kvtide. A turn is one request of unique random words, a prefill
+step and then a token a step; before it all engines are seen to use no CPU. Compared are the times
+of one round, so that a machine that changes its pace changes it for all. The two engines without
+kvtide give the noise floor, the empty connector what vLLM itself spends on having one.
 
 Before that kvtide's host tier is filled: memory that is allocated and mapped for the first time is
 part of first use, not of the steady state.
@@ -22,7 +23,7 @@ from benchmarks.report import Section
 from benchmarks.stats import PAIRS_MIN, Comparison, ratios, rotated, spread
 from kvtide.testing.serving import ServedEngine
 
-ARMS = (Arm.OWN, Arm.OWN_AGAIN, Arm.KVTIDE)
+ARMS = (Arm.OWN, Arm.OWN_AGAIN, Arm.EMPTY, Arm.KVTIDE)
 PROMPT_TOKENS = 1000
 OUTPUT_TOKENS = 65  # one comes from the prefill, the others take a step each
 OVERHEAD_MAX = 1.03  # the upper end of the interval
@@ -108,7 +109,8 @@ def _section(table: Mapping[Arm, Taken], metrics: Mapping[str, float]) -> Sectio
         title="Unique prompts",
         text=f"{PROMPT_TOKENS} tokens in, {OUTPUT_TOKENS} out; median and middle half in ms, and "
         f"the median ratio of {len(base.total_ms)} interleaved pairs to the engine without "
-        "kvtide, with its 95 % interval. The second engine without kvtide is the noise floor.",
+        "kvtide, with its 95 % interval. The second engine without kvtide is the noise floor; the "
+        "empty connector shows what vLLM spends on having one.",
         header=("arm", "prefill", "", "step", "", "whole request", ""),
     )
     for arm, taken in table.items():
@@ -120,7 +122,7 @@ def _section(table: Mapping[Arm, Taken], metrics: Mapping[str, float]) -> Sectio
         ):
             cells += [str(spread(ours)), "" if arm == Arm.OWN else ratios(ours, theirs).percent()]
         section.rows.append(cells)
-    for other in (Arm.OWN, Arm.OWN_AGAIN):
+    for other in (Arm.OWN, Arm.OWN_AGAIN, Arm.EMPTY):
         _check(section, _whole(table, Arm.KVTIDE, other), other)
     section.data["taken"] = {
         arm.value: {
