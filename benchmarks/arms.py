@@ -35,8 +35,6 @@ class Arm(enum.Enum):
 
     NONE = "no cache"
     OWN = "engine's prefix cache"
-    OWN_AGAIN = "engine's prefix cache, a second engine"
-    EMPTY = "an empty connector"
     LMCACHE = "LMCache 0.5.6"
     KVTIDE = "kvtide"
     KVTIDE_TIMED = "kvtide, its hooks timed"
@@ -92,19 +90,6 @@ def _none(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
 
 def _own(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
     return _plain(setting, name="own")
-
-
-def _own_again(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
-    return _plain(setting, name="own-again")
-
-
-def _empty(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
-    connector = {
-        "kv_connector": "EmptyConnector",
-        "kv_connector_module_path": "benchmarks.empty",
-        "kv_role": "kv_both",
-    }
-    return _plain(setting, name="empty", connector=connector, variables={"PYTHONPATH": str(ROOT)})
 
 
 def _kvtide(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
@@ -212,9 +197,7 @@ def _wait_for_port(server: LeashedProgram, port: int) -> None:
 _ARMS = {
     Arm.NONE: _none,
     Arm.OWN: _own,
-    Arm.OWN_AGAIN: _own_again,
     Arm.LMCACHE: _lmcache,
-    Arm.EMPTY: _empty,
     Arm.KVTIDE: _kvtide,
     Arm.KVTIDE_TIMED: _kvtide_timed,
 }

@@ -7,6 +7,7 @@ import pytest
 from benchmarks import chat, engine, overhead, reuse
 from benchmarks.arms import Arm
 from benchmarks.hook_reports import hook_us
+from benchmarks.overhead import Way
 from benchmarks.prompts import Prompts
 from benchmarks.report import Section, Verdict
 from benchmarks.reuse import Taken
@@ -68,7 +69,7 @@ def test_overhead_is_judged_only_when_the_interval_is_narrow(
         [18.0] * 24,
         [1500 * factor * (1 + wobble * (number % 2)) for number in range(24)],
     )
-    table = {Arm.OWN: base, Arm.OWN_AGAIN: base, Arm.EMPTY: base, Arm.KVTIDE: ours}
+    table = dict.fromkeys(Way, base) | {Way.ON: ours}
     section = overhead._section(table, {"vllm:kvtide_x": 1.0, "vllm:other": 2.0})
     assert set(verdicts(section).values()) == {verdict}
     assert section.data["kvtide_metrics"] == {"vllm:kvtide_x": 1.0}
