@@ -258,6 +258,30 @@ def test_lines_stay_short() -> None:
     assert not long, long
 
 
+LIMIT = re.compile(r"[A-Z_]+_(MAX|MIN|FIRST|S|MS|TRIES)")
+LIMITS_EXPLAINED = ["bounds.py", "core/checks.py", "wire"]
+LIMITS_EXPLAINED += [f"node/{name}.py" for name in ("http", "launch", "main", "supervise")]
+"""Where every limit has its reason; the list may only grow."""
+
+
+@pytest.mark.parametrize("place", LIMITS_EXPLAINED)
+def test_limits_have_a_reason(place: str) -> None:
+    """The string that stands below each: who meets a limit asks why it is this one."""
+    wrong = []
+    for path in SHIPPED:
+        if not path.is_relative_to(PACKAGE / place):
+            continue
+        body = tree_of(path).body
+        for node, below in zip(body, [*body[1:], None], strict=True):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            given = [one for target in targets for one in ast.walk(target)]
+            names = [one.id for one in given if isinstance(one, ast.Name)]
+            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if any(map(LIMIT.fullmatch, names)) and not is_text:
+                wrong.append(f"{name_of(path)}:{node.lineno} {', '.join(names)}")
+    assert not wrong, "\n".join(wrong)
+
+
 # ---- words
 
 

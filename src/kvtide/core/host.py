@@ -14,6 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtide.bounds import T_LOAD_MS
 from kvtide.core.layout import KVLayout
 from kvtide.core.slots import RegionCells
 from kvtide.units import GiB, div_ceil
@@ -27,7 +28,7 @@ REGION_SLOTS_MIN = 4
 REGION_BYTES_MAX = 1 * GiB
 LAYOUT_REGIONS_MIN = 4
 """A layout of which the host cannot hold this many regions is off."""
-MAP_MS_MAX = 2_000
+MAP_MS_MAX = T_LOAD_MS
 """T_load: so long memory that an engine has not mapped yet counts as on its way to it."""
 LEAVE_MS_MAX = 10_000
 """A region that has been leaving for longer holds up no other: a worker or a load hangs."""

@@ -36,9 +36,14 @@ KEPT_VARIABLES = (
 LEFT_VARIABLES = ("KVTIDE_SALT",)
 """Ours, but not for the node: secrets of those who run commands."""
 START_S_MAX = 10.0
+"""The launcher ends once it has forked; where memory is short, Python alone takes seconds."""
 LAST_WORDS_BYTES_MAX = 500
+"""Of a launcher that failed: the end of a traceback, for one line of the engine's log."""
 EXIT_CONFIG = 78
 """Exit code for settings or a machine that cannot be used (EX_CONFIG)."""
+EXIT_FAULT = 70
+"""Exit code after a fault of ours, such as a state that the machine no longer believes
+(EX_SOFTWARE)."""
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 """The number of the system call set_mempolicy(2), which libc does not wrap."""
 _MPOL_DEFAULT = 0

@@ -33,7 +33,7 @@ from kvtide.clock import MonotonicClock
 from kvtide.core.machine import Machine, MachineConfig
 from kvtide.errors import ConfigError, KVTideError
 from kvtide.memory import probe
-from kvtide.node.launch import EXIT_CONFIG
+from kvtide.node.launch import EXIT_CONFIG, EXIT_FAULT
 from kvtide.node.runtime import Runtime
 from kvtide.units import GiB, MiB, format_bytes
 from kvtide.values import HOST_BYTES_MIN
@@ -45,15 +45,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvtide.node")
 
 LOG_BYTES_MAX = 8 * MiB
+"""Weeks of a node's life, and twice as much is nothing to any disk."""
 HOST_BYTES_AUTO_MAX = 64 * GiB
+"""More should be meant: it takes minutes to fill, and others may have plans for it."""
 HOST_RATIO_AUTO = 4
 OOM_SCORE_ADJ = 500
 """When memory runs out, the cache goes before the engine that it serves."""
 SWITCH_INTERVAL_S = 0.0005
+"""A page being made in another thread holds up the owner's answers no longer than this."""
 LOCK_TRIES, LOCK_PAUSE_S = 3, 0.02
+"""An engine that looks whether the lock is held has it for an instant."""
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
-EXIT_FAULT = 70
-"""Exit code after a fault of ours (EX_SOFTWARE)."""
 STAYS = "never (a node in the foreground stays until it is stopped)"
 
 
@@ -111,7 +113,7 @@ def take_lock(places: Places) -> int | None:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return descriptor
-        time.sleep(LOCK_PAUSE_S)  # an engine may be looking whether it is held
+        time.sleep(LOCK_PAUSE_S)
     os.close(descriptor)
     return None
 

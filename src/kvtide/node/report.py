@@ -14,12 +14,12 @@ from kvtide.core.index import Entry
 from kvtide.core.instances import Instance
 from kvtide.core.machine import Machine
 from kvtide.core.reasons import DropReason
+from kvtide.metrics import OTHER
 
 COUNT_MAX = (1 << 63) - 1
 """What a message can carry; absurd values stay below it, since metrics never break anything."""
 LEFT_NAMES_MAX = 1024
 """Names of counters that are kept of engines that have left; the engines chose them."""
-OTHER = "other"
 
 
 def config_values(shown: list[dict[str, str]]) -> dict[str, Any]:

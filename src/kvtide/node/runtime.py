@@ -32,6 +32,7 @@ from kvtide.core.layout import KVLayout
 from kvtide.core.machine import Machine
 from kvtide.errors import HostMemoryError, WireError
 from kvtide.memory.region import GenerationMemory, RegionMemory
+from kvtide.node.launch import EXIT_FAULT
 from kvtide.node.processes import pidfd_fault
 from kvtide.node.report import add_left, config_values, numbers, status
 from kvtide.node.watch import MemoryWatch
@@ -50,8 +51,6 @@ FREEING_THREADS = 8
 NAME_CHARS_SHOWN = 64
 FIRST_ENGINE_S = 60.0
 """A node that no engine has come to yet waits at least this long for the one that started it."""
-EXIT_ASSERTION = 70
-"""Exit code when the machine no longer believes its state (EX_SOFTWARE)."""
 
 
 @dataclass(slots=True)
@@ -201,7 +200,7 @@ class Runtime:
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         logger.critical("%s", context["message"], exc_info=error)
-        self.stop(f"a fault in kvtide: {error!r}", on_purpose=False, exit_code=EXIT_ASSERTION)
+        self.stop(f"a fault in kvtide: {error!r}", on_purpose=False, exit_code=EXIT_FAULT)
 
     # ---- in
 
@@ -300,7 +299,7 @@ class Runtime:
             self.machine.counts,
             traceback.format_exc(),
         )
-        self.stop("its state is broken", on_purpose=False, exit_code=EXIT_ASSERTION)
+        self.stop("its state is broken", on_purpose=False, exit_code=EXIT_FAULT)
 
     # ---- out
 

@@ -26,8 +26,11 @@ from kvtide.values import HOST_BYTES_MIN
 from kvtide.wire.places import Places
 
 PAUSE_S_FIRST, PAUSE_S_MAX = 1.0, 60.0
+"""Between two starts: the second comes soon enough for T_heal, the last ones cost nothing."""
 SHORT_LIFE_S = 60.0
+"""Who ends sooner has hardly served: it dies of the start, not of what happened since."""
 SHORT_LIVES_MAX = 3
+"""One may be bad luck, two a neighbour's; after that, somebody has to look at the log."""
 COME_UP_S_MAX = 5.0
 """A node that was launched and does not listen by then has ended."""
 

@@ -10,6 +10,7 @@ from kvtide.wire.peer import check_own
 from kvtide.wire.places import Places, check_socket_path
 
 ANSWER_S_MAX = 5.0
+"""For a person who waits at a terminal; a node answers within milliseconds, or hangs."""
 
 
 def ask(places: Places, name: str, arguments: dict[str, str] | None = None) -> dict[str, Any]:

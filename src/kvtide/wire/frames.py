@@ -27,6 +27,7 @@ from kvtide.core.messages import Message
 from kvtide.errors import WireError
 
 FRAME_BYTES_MAX = 4 << 20
+"""The keys of a prompt of millions of tokens fit; whoever claims more is not one of ours."""
 DESCRIPTORS_MAX = 8
 """Descriptors that may wait for their frame."""
 RECEIVE_BYTES = 1 << 16

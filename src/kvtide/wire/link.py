@@ -35,6 +35,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from kvtide.bounds import HEARTBEAT_S, T_STOP_S
 from kvtide.core.messages import Bye, Message, Ping, Pong, Refused, Stopping, Welcome
 from kvtide.errors import WireError
 from kvtide.wire.frames import FrameReader, Outbox, encode, receive
@@ -43,21 +44,27 @@ from kvtide.wire.peer import check_own
 logger = logging.getLogger("kvtide.wire")
 
 OUTBOX_BYTES_MAX = 16 << 20
+"""Of one engine's process, to a node that does not read: what does not fit is not sent."""
 SEEK_S = 0.1
 """How often a process looks for the socket at first."""
 RETRY_S_MAX = 5.0
+"""Between two tries at most: T_heal has no more, besides two heartbeats."""
 REFUSED_S = 5.0
-HEARTBEAT_S = 1.0
+"""A refusal has a reason that lasts (another version, an engine_id in use), but may end."""
 GREETING_S_MAX = 10.0
+"""From a hello to its answer: a slow node is better than none, one that hangs is not."""
 SILENT_QUESTIONS_MAX = 5
+"""Each has cost a request T_answer; so few are bad luck no more."""
 SILENT_PINGS_MAX = 3
+"""An idle engine notices within as many heartbeats, before a request has to."""
 DEATH_WAIT_S = 0.05
 """The kernel closes a dying process's sockets a moment before its pidfd tells."""
-ENDING_S_MAX = 10.0
+ENDING_S_MAX = T_STOP_S
 """T_stop: a node that has closed its connections is dead by then, or hangs."""
 FAREWELL_S_MAX = 2.0
 """How long an ending link tries to get its good-bye through to a node that lives."""
 BREAKER_S_FIRST, BREAKER_S_MAX = 1.0, 30.0
+"""Between pings while the breaker is open: a short silence costs little, a long one no work."""
 
 
 class LinkOwner(Protocol):

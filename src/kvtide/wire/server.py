@@ -20,6 +20,7 @@ from kvtide.wire.peer import peer_of
 from kvtide.wire.places import check_socket_path
 
 CONNECTIONS_MAX = 4096
+"""Each holds up to three descriptors and a reader's bytes: engines of a machine have hundreds."""
 WAITING_MAX = 1024
 """Peers that may wait to be accepted; the workers of a large engine come all at once."""
 ACCEPT_PAUSE_S = 1.0
@@ -27,6 +28,7 @@ ACCEPT_PAUSE_S = 1.0
 READS_MAX = 64
 """Of a dead peer's socket, which some child of it might keep open and write to."""
 OUTBOX_BYTES_MAX = 64 << 20
+"""Of one peer that does not read; it loses the connection then, and the node no memory."""
 
 
 class Connection:

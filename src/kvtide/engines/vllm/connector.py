@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.stats import CacheHitSource
 
 from kvtide import config as settings
+from kvtide.bounds import T_STOP_CONNECTOR_S
 from kvtide.clock import MonotonicClock
 from kvtide.engines.vllm.assemble import build_scheduler, build_worker
 from kvtide.engines.vllm.metadata import LoadJob, StepPlan
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvtide")
 
-CLOSE_S_MAX = 2.0
-"""T_stop of a connector: vLLM kills its processes after 4 to 5 s."""
+CLOSE_S_MAX = T_STOP_CONNECTOR_S
+"""How long each of its parts may take to end."""
 
 Answer = TypeVar("Answer")
 Other = TypeVar("Other")

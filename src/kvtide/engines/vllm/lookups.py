@@ -10,6 +10,7 @@ step; whoever has no answer by then is asked again in the next step.
 import time
 from collections.abc import Callable, Iterable
 
+from kvtide.bounds import T_ANSWER_MS, T_LOAD_MS, T_LOOKUP_S
 from kvtide.clock import Clock
 from kvtide.core import messages as m
 from kvtide.core.leases import LEASE_MS
@@ -19,11 +20,11 @@ from kvtide.engines.vllm.session import EngineSession
 from kvtide.engines.vllm.tracker import Question, Tracker
 from kvtide.metrics import Counters
 
-STEP_WAIT_S = 0.001
+STEP_WAIT_S = T_LOOKUP_S
 """T_lookup: waiting for answers in one step, all requests together."""
-ANSWER_MS_MAX = 250
+ANSWER_MS_MAX = T_ANSWER_MS
 """T_answer: no first word by then is a miss."""
-PENDING_MS_MAX = 2_000
+PENDING_MS_MAX = T_LOAD_MS
 """T_load: so long a promised answer may take."""
 FRESH_MS_MAX = LEASE_MS * 3 // 4
 """An older match is asked for again, once: its lease is about to end. A second one is used all the

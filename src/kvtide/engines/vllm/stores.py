@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvtide.bounds import T_ANSWER_MS
 from kvtide.clock import Clock
 from kvtide.core import messages as m
 from kvtide.core.lending import HELD
@@ -24,8 +25,8 @@ from kvtide.engines.vllm.session import EngineIdentity, EngineSession
 from kvtide.engines.vllm.tracker import Tracker
 from kvtide.metrics import Counters
 
-ANSWER_MS_MAX = 250
-"""How long an ended request waits for a grant."""
+ANSWER_MS_MAX = T_ANSWER_MS
+"""T_answer: how long an ended request waits for a grant."""
 AHEAD_STEPS = 2
 """Grants are asked for at most so many step budgets ahead of what is computed."""
 

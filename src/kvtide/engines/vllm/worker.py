@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvtide.bounds import T_LOAD_MS
 from kvtide.core import messages as m
 from kvtide.core.messages import Run
 from kvtide.engines.vllm.facts import WorkerFacts
@@ -39,7 +40,7 @@ from kvtide.wire.places import Places
 
 logger = logging.getLogger("vllm.kvtide")
 
-LOAD_S_MAX = 2.0
+LOAD_S_MAX = T_LOAD_MS / 1000
 """T_load: a load that waits while no piece of any load ends for so long is given up."""
 IDLE_WAIT_S = 0.005
 """In a step without a forward, how long to wait for a running load instead of spinning."""
