@@ -20,5 +20,9 @@ class HostMemoryError(KVTideError):
     """The machine does not give the memory that was asked for."""
 
 
+class NodeError(KVTideError):
+    """A node cannot be here though no setting is wrong, or cannot do what it was asked to."""
+
+
 class NodeUnreachable(KVTideError):
     """No node answers at the socket of this user."""

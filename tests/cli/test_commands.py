@@ -15,7 +15,7 @@ from kvtide.cli import page
 from kvtide.cli.main import COMMANDS, main
 from kvtide.core import messages as m
 from kvtide.core.keys import salt_digest
-from kvtide.errors import WireError
+from kvtide.errors import NodeError
 from kvtide.node.launch import _environment
 from kvtide.testing.fake_engine import FakeEngine, Loaded, Shape, make_tokens
 from kvtide.testing.node_process import NodeProcess
@@ -43,7 +43,8 @@ def test_version_and_help(run: Run) -> None:
 def test_table_of_commands_says_what_they_say(run: Run, name: str) -> None:
     command = main.get_command(None, name)  # type: ignore[arg-type]
     assert command is not None
-    assert command.short_help == COMMANDS[name][1]
+    assert command.short_help is None, "the same words a third time"
+    assert (command.help or "").splitlines()[0] == COMMANDS[name][1]
     result = run(name, "--help")
     assert result.exit_code == 0
     assert COMMANDS[name][1][:-1] in " ".join(result.output.split())
@@ -296,7 +297,7 @@ def test_salt_is_not_inherited_by_a_node(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_node_refuses_a_digest_that_is_none(running_node: NodeProcess) -> None:
     for digest in ("mine", "00", "zz" * 32, "0" * 63):
-        with pytest.raises(WireError, match="64 hex digits"):
+        with pytest.raises(NodeError, match=r"64 hex digits.*`kvtide logs` says more"):
             ask(running_node.places, "clear", {"salt_digest": digest})
 
 

@@ -185,14 +185,14 @@ def test_broken_state_is_wrong(running_node: NodeProcess, monkeypatch: pytest.Mo
 
     def ask(places: Places, name: str) -> object:
         if name == "check":
-            raise examine.WireError("the node's state is broken: a cell is lent twice")
+            raise examine.NodeError("the node's state is broken: a cell is lent twice")
         return real(places, name)
 
     monkeypatch.setattr(examine, "ask", ask)
     findings, _ = examine.node(running_node.places)
     found = only(finding for finding in findings if finding.what == "integrity")
     assert found.verdict == WRONG
-    assert "please report it with the log" in found.text
+    assert "please report it with that" in found.text
 
 
 def test_errors_in_the_log_are_told_with_their_time(runtime_dir: Path) -> None:

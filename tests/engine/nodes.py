@@ -150,7 +150,7 @@ class Node:
         assert self.count("loaded_blocks") - before == blocks
 
     def check(self) -> None:
-        """Let the node assert all that it can; a WireError says what is broken."""
+        """Let the node assert all that it can; a NodeError says what is broken."""
         ask(self.places, "check")
 
     def clear(self) -> None:

@@ -19,7 +19,7 @@ from kvtide.core import messages as m
 from kvtide.core.effects import Tick
 from kvtide.core.layout import KVLayout
 from kvtide.core.machine import Machine, MachineConfig
-from kvtide.errors import WireError
+from kvtide.errors import NodeError
 from kvtide.memory.probe import HostMemory, reserve_bytes
 from kvtide.node import main, report, runtime
 from kvtide.node.main import Way
@@ -105,7 +105,7 @@ def test_page_that_cannot_be_made_costs_the_page(new_node: StartNode) -> None:
     """
     with broken_node(node, patch), FakeEngine(node.places, "one") as engine:
         engine.store(TOKENS)
-        with pytest.raises(WireError, match="cannot answer this: ZeroDivisionError"):
+        with pytest.raises(NodeError, match="cannot answer this: ZeroDivisionError"):
             node.status()
         assert engine.load(TOKENS) == Loaded(8, 8)
         ask(node.places, "clear")
@@ -160,7 +160,7 @@ def test_broken_state_is_found_by_a_check_and_ends_the_node(new_node: StartNode)
         Machine.check_integrity = check_integrity
     """
     with broken_node(node, patch) as child:
-        with pytest.raises(WireError, match="state is broken: a cell is lent twice"):
+        with pytest.raises(NodeError, match="state is broken: a cell is lent twice"):
             ask(node.places, "check")
         assert child.wait(10) == main.EXIT_FAULT
 
@@ -287,7 +287,7 @@ def test_node_of_an_engine_makes_do_with_what_there_is(
 
 @pytest.mark.parametrize("way", Way)
 def test_nothing_to_spare_is_no_node(monkeypatch: pytest.MonkeyPatch, way: Way) -> None:
-    with pytest.raises(config.ConfigError, match="no room for a cache: 0 B are to spare"):
+    with pytest.raises(NodeError, match="no room for a cache: 0 B are to spare"):
         host_bytes_of(monkeypatch, RESERVE_BYTES - MiB, None, way)
 
 

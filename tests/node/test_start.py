@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.errors import ConfigError, NodeUnreachable
+from kvtide.errors import ConfigError, NodeError, NodeUnreachable
+from kvtide.memory.probe import KernelFeatures
 from kvtide.node import launch, main
 from kvtide.node.supervise import NodeStarter
 from kvtide.testing.fake_engine import FakeEngine
@@ -398,6 +399,31 @@ def test_node_of_an_engine_takes_what_memory_there_is(new_node: StartNode) -> No
     node.start()
     assert "WARNING host_bytes asks for 900 TiB, but only" in node.log()
     assert 0 < node.status()["host"]["size_bytes"] < 900 << 40
+
+
+def test_kernel_that_lacks_something_is_no_wrong_setting(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIDE_RUNTIME_DIR", str(runtime_dir))
+    features = KernelFeatures(True, False, True)
+    monkeypatch.setattr(main.probe, "kernel_features", lambda: features)
+    with pytest.raises(
+        NodeError, match=r"lacks pidfd_open \(Linux 5.3\): use a newer one, or allow"
+    ):
+        main.become_node(main.Way.FOREGROUND)
+
+
+def test_socket_that_cannot_be_is_no_wrong_setting(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def serve(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("KVTIDE_RUNTIME_DIR", str(runtime_dir))
+    monkeypatch.setattr(main, "serve", serve)
+    monkeypatch.setattr(main, "prepare_process", lambda: None)
+    with pytest.raises(NodeError, match=r"cannot serve at .*No space left on device"):
+        main.become_node(main.Way.FOREGROUND)
 
 
 @pytest.mark.parametrize(

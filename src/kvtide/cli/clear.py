@@ -14,9 +14,7 @@ SALT_VARIABLE = "KVTIDE_SALT"
 SALT_CHARS_MAX = 1 << 20
 
 
-@click.command(
-    short_help="Take away what the node holds, or what it holds of one salt.",
-)
+@click.command()
 @click.option(
     "--salt",
     metavar="SALT",

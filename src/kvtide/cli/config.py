@@ -11,7 +11,7 @@ from kvtide.errors import NodeUnreachable
 from kvtide.wire.command import ask
 
 
-@click.group(short_help="Show settings and where they come from.")
+@click.group()
 def command() -> None:
     """Show settings and where they come from."""
 

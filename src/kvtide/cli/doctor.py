@@ -6,7 +6,7 @@ from kvtide.cli import examine
 from kvtide.cli.here import printable
 
 
-@click.command(short_help="Look for what keeps kvtide from working well here.")
+@click.command()
 def command() -> None:
     """Look for what keeps kvtide from working well here.
 

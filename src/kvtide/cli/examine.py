@@ -16,7 +16,14 @@ import kvtide
 from kvtide import config
 from kvtide.cli.here import is_absent
 from kvtide.core.messages import WIRE_VERSION
-from kvtide.errors import ConfigError, HostMemoryError, KVTideError, NodeUnreachable, WireError
+from kvtide.errors import (
+    ConfigError,
+    HostMemoryError,
+    KVTideError,
+    NodeError,
+    NodeUnreachable,
+    WireError,
+)
 from kvtide.memory import probe
 from kvtide.node.main import Way, host_bytes
 from kvtide.units import GiB, MiB, format_bytes
@@ -149,7 +156,7 @@ def node(places: Places) -> tuple[list[Finding], dict[str, Any] | None]:
     try:
         status = ask(places, "status")
         found += _running(places, status)
-    except (NodeUnreachable, WireError) as error:
+    except (NodeError, NodeUnreachable, WireError) as error:
         found.append(Finding(WRONG, "node", f"{error}; if it hangs, kill it: engines serve on"))
         return found, None
     return found, status
@@ -171,7 +178,7 @@ def _running(places: Places, status: dict[str, Any]) -> Iterator[Finding]:
         entries = ask(places, "check")["entries"]
         yield Finding(OK, "integrity", f"{entries:,} entries, all in order")
     except KVTideError as error:
-        yield Finding(WRONG, "integrity", f"{error}; please report it with the log {places.log}")
+        yield Finding(WRONG, "integrity", f"{error}; please report it with that")
     for engine in status["engines"]:
         name = f"engine {engine['engine_id'][:8]}"
         if engine["off"]:
@@ -206,7 +213,7 @@ def memory(wanted: int | None, status: dict[str, Any] | None) -> Iterator[Findin
     try:
         available = probe.available_bytes()
         would = host_bytes(wanted, Way.FOREGROUND)
-    except (HostMemoryError, ConfigError) as error:
+    except (HostMemoryError, ConfigError, NodeError) as error:
         verdict = NOTE if status else WRONG  # a running node has its memory already
         yield Finding(verdict, "memory", str(error))
         return

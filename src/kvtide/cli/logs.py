@@ -16,7 +16,7 @@ from kvtide.wire.places import Places
 POLL_S = 0.2
 
 
-@click.command(short_help="Show the end of the node's log.")
+@click.command()
 @click.option("-n", "--lines", default=50, show_default=True, type=click.IntRange(min=0))
 @click.option("-f", "--follow", is_flag=True, help="Go on as the log grows, until Ctrl-C.")
 def command(lines: int, follow: bool) -> None:

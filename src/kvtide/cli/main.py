@@ -12,7 +12,7 @@ import kvtide
 from kvtide.errors import KVTideError
 
 COMMANDS = {
-    "serve": ("kvtide.cli.serve", "Run a node here, until Ctrl-C."),
+    "serve": ("kvtide.cli.serve", "Run a node here, until Ctrl-C or SIGTERM."),
     "status": ("kvtide.cli.status", "Show the node, its engines, memory, hits and misses."),
     "stop": ("kvtide.cli.stop", "End the node; what it holds is lost, engines serve on."),
     "clear": ("kvtide.cli.clear", "Take away what the node holds, or what it holds of one salt."),
@@ -20,7 +20,8 @@ COMMANDS = {
     "doctor": ("kvtide.cli.doctor", "Look for what keeps kvtide from working well here."),
     "config": ("kvtide.cli.config", "Show settings and where they come from."),
 }
-"""Module and line of help of each command, in the order of the page of help."""
+"""Module and line of help of each command, in the order of the page of help; the lines are those
+that the commands' own pages begin with, here so that none need be imported."""
 
 
 class Commands(click.Group):

@@ -52,9 +52,9 @@ def _logging_to_stderr() -> Iterator[None]:
             time.sleep(POLL_S)
 
 
-@click.command(short_help="Run a node here, until Ctrl-C.")
+@click.command()
 def command() -> None:
-    """Run a node here, until Ctrl-C (or SIGTERM).
+    """Run a node here, until Ctrl-C or SIGTERM.
 
     For service managers and containers; without it, the first engine starts a node by itself. It
     logs to standard error, its first line says where it listens, and it stays when no engine is

@@ -9,7 +9,7 @@ from kvtide.cli.page import page
 from kvtide.wire.command import ask
 
 
-@click.command(short_help="Show the node, its engines, memory, hits and misses.")
+@click.command()
 @click.option("--json", "as_json", is_flag=True, help="Everything, for programs.")
 def command(as_json: bool) -> None:
     """Show the node, its engines, memory, hits and misses.

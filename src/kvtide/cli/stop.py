@@ -19,12 +19,12 @@ END_S_MAX = T_STOP_S + 2.0
 POLL_S = 0.05
 
 
-@click.command(short_help="End the node; what it holds is lost, engines serve on.")
+@click.command()
 def command() -> None:
-    """End the node; what it holds is lost, engines serve on without.
+    """End the node; what it holds is lost, engines serve on.
 
-    No engine starts another one: they join again when somebody does (a new engine, or `kvtide
-    serve`).
+    Engines that run now start no other: they join again when somebody does (a new engine, or
+    `kvtide serve`).
     """
     places = find_places()
     try:

@@ -31,7 +31,7 @@ import kvtide
 from kvtide import config as settings
 from kvtide.clock import MonotonicClock
 from kvtide.core.machine import Machine, MachineConfig
-from kvtide.errors import ConfigError, KVTideError
+from kvtide.errors import ConfigError, KVTideError, NodeError
 from kvtide.memory import probe
 from kvtide.node.launch import EXIT_CONFIG, EXIT_FAULT
 from kvtide.node.runtime import Runtime
@@ -59,7 +59,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 STAYS = "never (a node in the foreground stays until it is stopped)"
 
 
-class NodeRunning(KVTideError):
+class NodeRunning(NodeError):
     """There is a node in this runtime directory already."""
 
 
@@ -79,13 +79,13 @@ def host_bytes(wanted: int | None, way: Way) -> int:
     started takes what there is: it may follow one that died, when the machine is fuller than it
     was.
 
-    Raises ConfigError for more than there is, or where there is nothing.
+    Raises ConfigError for more than there is, NodeError where there is nothing.
     """
     memory = probe.host_memory()
     available, spare = memory.available_bytes, max(0, memory.spare_bytes)
     there = f"{format_bytes(spare)} are to spare here, of {format_bytes(available)} available"
     if spare < HOST_BYTES_MIN:
-        raise ConfigError(f"no room for a cache: {there}; free memory, or raise the limit on it")
+        raise NodeError(f"no room for a cache: {there}; free memory, or raise the limit on it")
     if wanted is None:
         return min(available // HOST_RATIO_AUTO, spare, HOST_BYTES_AUTO_MAX)
     if wanted <= spare:
@@ -100,12 +100,12 @@ def host_bytes(wanted: int | None, way: Way) -> int:
 def take_lock(places: Places) -> int | None:
     """The lock of the runtime directory, held for life; None where a node has it.
 
-    Raises ConfigError where it cannot be made.
+    Raises NodeError where it cannot be made.
     """
     try:
         descriptor = os.open(places.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(
+        raise NodeError(
             f"the lock {places.lock} cannot be made ({error.strerror}): make room there, or set "
             "KVTIDE_RUNTIME_DIR to another directory"
         ) from error
@@ -219,7 +219,8 @@ def become_node(way: Way) -> int:
     """Become the node of this user; the exit code once it has ended.
 
     Raises:
-        KVTideError: it cannot be: settings, runtime directory, kernel, memory.
+        ConfigError: it cannot be, by settings or the runtime directory.
+        NodeError: it cannot be here: kernel, memory, disk.
         NodeRunning: there is one already.
     """
     config = settings.read()
@@ -232,12 +233,17 @@ def become_node(way: Way) -> int:
             log_to_file(places)
     missing = probe.kernel_features().missing
     if missing:
-        raise ConfigError(f"this kernel lacks {', '.join(missing)}")
+        raise NodeError(
+            f"this kernel lacks {', '.join(missing)}: use a newer one, or allow these system calls in"
+            " the container's filter"
+        )
     prepare_process()
     try:
         return asyncio.run(serve(config, places, way))
     except OSError as error:
-        raise ConfigError(f"the node cannot serve at {places.socket}: {error}") from error
+        raise NodeError(
+            f"the node cannot serve at {places.socket}: {error}; see `kvtide doctor`"
+        ) from error
 
 
 def main() -> int:

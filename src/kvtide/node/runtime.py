@@ -391,7 +391,9 @@ class Runtime:
             case "check":
                 return self._check()
         name = command.name[:NAME_CHARS_SHOWN]
-        return m.CommandAnswer({}, error=f"the node knows no command {name!r}")
+        return m.CommandAnswer(
+            {}, error=f"the node knows no command {name!r}: stop it, and start one of this version"
+        )
 
     def _clear(self, salt_digest: str | None) -> m.CommandAnswer:
         try:

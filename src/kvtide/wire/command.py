@@ -4,7 +4,7 @@ import socket
 from typing import Any
 
 from kvtide.core.messages import Command, CommandAnswer
-from kvtide.errors import NodeUnreachable, WireError
+from kvtide.errors import NodeError, NodeUnreachable
 from kvtide.wire.frames import FrameReader, encode, receive
 from kvtide.wire.peer import check_own
 from kvtide.wire.places import Places, check_socket_path
@@ -19,7 +19,8 @@ def ask(places: Places, name: str, arguments: dict[str, str] | None = None) -> d
     Raises:
         ConfigError: the runtime directory has too long a path.
         NodeUnreachable: no node listens here, or it does not answer in time.
-        WireError: the node refused the command, or is of another user.
+        NodeError: the node cannot do it, or does not know it.
+        WireError: whoever listens is of another user, or speaks nonsense.
     """
     check_socket_path(places.socket)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -40,7 +41,7 @@ def ask(places: Places, name: str, arguments: dict[str, str] | None = None) -> d
                 "started by the first engine, or by `kvtide serve`"
             ) from None
     if answer.error:
-        raise WireError(answer.error)
+        raise NodeError(f"{answer.error}; `kvtide logs` says more")
     return answer.values
 
 
