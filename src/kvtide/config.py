@@ -262,7 +262,7 @@ def read(
     return Config(
         node=NodeConfig(**_owned(values, "node")),
         engine=EngineConfig(**_owned(values, "engine")),
-        runtime_dir=_runtime_dir(environ),
+        runtime_dir=runtime_dir(environ),
         cache_dir=_users_dir(environ, "XDG_CACHE_HOME", ".cache") / "kvtide",
         shown=tuple(
             Effective(
@@ -409,8 +409,11 @@ def _from_extra(extra: Mapping[str, object]) -> Iterator[_Given]:
             yield _Given(key, raw, source)
 
 
-def _runtime_dir(environ: Mapping[str, str]) -> Path:
-    """Where the node's socket lives; made and checked by whoever uses it."""
+def runtime_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the node's socket lives; made and checked by whoever uses it.
+
+    Besides `read`, for commands that need nothing else and shall work whatever the settings are.
+    """
     if RUNTIME_DIR in environ:
         path = Path(environ[RUNTIME_DIR])
         if not path.is_absolute():

@@ -67,12 +67,36 @@ def test_help_is_there_at_once() -> None:
     assert min(taken_s) < HELP_S_MAX, taken_s
 
 
-@pytest.mark.parametrize("arguments", [["status"], ["clear"], ["config", "show"], ["logs"]])
+@pytest.mark.parametrize("arguments", [["config", "show"], ["serve"]])
 def test_bad_settings_are_one_line(
     run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
     monkeypatch.setenv("KVTIDE_HOST_BITES", "1GiB")
     assert "did you mean KVTIDE_HOST_BYTES?" in one_line(run(*arguments))
+
+
+@pytest.mark.parametrize("name", ["KVTIDE_HOST_BITES", "KVTIDE_CONFIG_FILE"])
+def test_bad_settings_keep_nobody_from_the_node_that_runs(
+    run: Run, running_node: NodeProcess, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It was started by better ones; these commands need its place alone."""
+    monkeypatch.setenv(name, "nonsense")
+    for arguments in (["status"], ["clear"], ["logs"], ["stop"]):
+        result = run(*arguments)
+        assert result.exit_code == 0, result.output
+        assert result.stderr.startswith("Warning: "), result.stderr
+        assert name in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+        assert result.stdout
+    assert running_node.wait_gone(0)
+
+
+def test_runtime_directory_that_cannot_be_meant_is_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIDE_RUNTIME_DIR", "here")
+    for arguments in (["status"], ["clear"], ["logs"], ["stop"]):
+        assert "KVTIDE_RUNTIME_DIR is 'here'" in one_line(run(*arguments))
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["stop"], ["clear"], ["serve"], ["logs"]])

@@ -53,7 +53,8 @@ def test_all_is_well_without_a_node(doctor: Doctor, runtime_dir: Path) -> None:
     result = doctor()
     assert result.exit_code == 0, result.output
     assert (
-        line(result, "node") == "ok    node         none is running; the first engine starts one"
+        line(result, "node")
+        == "ok    node         none is running; the first engine, or `kvtide serve`, starts one"
     )
     assert f"{runtime_dir}, yours alone" in line(result, "directory")
     assert "of 107 bytes" in line(result, "socket path")
@@ -98,6 +99,34 @@ def test_wrong_settings_are_told_first(doctor: Doctor, monkeypatch: pytest.Monke
     assert result.exit_code == 1
     assert "give seconds, 0 or more" in line(result, "settings")
     assert "Traceback" not in result.output
+
+
+def test_wrong_settings_hide_nothing_else(
+    doctor: Doctor, running_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIDE_LINGER_S", "soon")
+    result = doctor()
+    assert f"process {running_node.pid}, kvtide" in line(result, "node")
+    assert "of at most 64 MiB" in line(result, "memory")
+    assert "1 of" in result.stderr
+    monkeypatch.setenv("KVTIDE_RUNTIME_DIR", "here")
+    result = doctor()
+    assert "'here'" in line(result, "directory")
+    monkeypatch.delenv("KVTIDE_LINGER_S")
+    result = doctor()
+    assert "'here'" in line(result, "settings")
+    assert "1 of" in result.stderr, "told once"
+    assert "available" in line(result, "memory")
+
+
+def test_after_a_stop_nobody_is_told_that_a_running_engine_starts_a_node(
+    doctor: Doctor, running_node: NodeProcess
+) -> None:
+    for arguments in (["stop"], ["status"]):
+        told = CliRunner().invoke(main, arguments).output
+    for said in (told, line(doctor(), "node")):
+        assert "engines that ran then wait for the next" in said
+        assert "first engine" not in said
 
 
 def test_too_long_a_path_is_wrong(

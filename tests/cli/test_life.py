@@ -182,6 +182,36 @@ def test_logs_loses_nothing_to_a_rotation_between_its_two_files(
     assert len(opened) == 2
 
 
+def test_logs_of_a_node_in_the_foreground_says_where_they_are(
+    run: Run, new_node: StartNode, runtime_dir: Path, tmp_path: Path
+) -> None:
+    node = new_node()
+    environment = os.environ | node.environment | {"KVTIDE_RUNTIME_DIR": str(runtime_dir)}
+    place = tmp_path / "own.log"
+    with (
+        place.open("w") as file,
+        subprocess.Popen([*KVTIDE, "serve"], stderr=file, env=environment) as child,
+    ):
+        node.wait_answer()
+        where = f"node {child.pid} runs in the foreground and logs to its standard error, {place}"
+        assert where in one_line(run("logs"))
+        node.places.log.write_text("older\n")
+        result = run("logs")
+        assert (result.exit_code, result.stdout) == (0, "older\n")
+        assert where in result.stderr
+        child.terminate()
+        assert child.wait(10) == 0
+    assert run("logs").stderr == ""
+
+
+def test_logs_of_a_node_that_an_engine_started_are_here(
+    run: Run, running_node: NodeProcess
+) -> None:
+    result = run("logs")
+    assert "serves at" in result.stdout
+    assert result.stderr == ""
+
+
 def test_logs_without_a_log_says_so(run: Run) -> None:
     assert "there is no log at" in one_line(run("logs"))
 

@@ -28,7 +28,13 @@ from kvtide.memory import probe
 from kvtide.node.main import Way, host_bytes
 from kvtide.units import GiB, MiB, format_bytes
 from kvtide.wire.command import ask
-from kvtide.wire.places import SOCKET_PATH_BYTES_MAX, Places, check_socket_path, open_directory
+from kvtide.wire.places import (
+    SOCKET_PATH_BYTES_MAX,
+    Places,
+    check_socket_path,
+    open_directory,
+    who_starts_one,
+)
 
 OK, NOTE, WRONG = "ok", "note", "WRONG"
 HOST_BYTES_FEW = 1 * GiB
@@ -51,22 +57,31 @@ def everything() -> Iterator[Finding]:
     """All there is to say."""
     yield from kernel()
     yield from limits()
+    wanted, fault = None, ""
     try:
         read = config.read()
     except ConfigError as error:
-        yield Finding(WRONG, "settings", str(error))
-        return
-    changed = [one.name for one in read.effective() if one.source != "default"]
-    yield Finding(OK, "settings", f"set: {', '.join(changed)}" if changed else "all defaults")
-    places = Places(read.runtime_dir)
-    directory = list(runtime_directory(places))
-    yield from directory
+        fault = str(error)
+        yield Finding(WRONG, "settings", fault)
+    else:
+        changed = [one.name for one in read.effective() if one.source != "default"]
+        yield Finding(OK, "settings", f"set: {', '.join(changed)}" if changed else "all defaults")
+        wanted = read.node.host_bytes
     status: dict[str, Any] | None = None
-    if all(finding.verdict != WRONG for finding in directory):
-        found, status = node(places)
-        yield from found
-        yield from log(places)
-    yield from memory(read.node.host_bytes, status)
+    places = None
+    try:
+        places = Places(config.runtime_dir())
+    except ConfigError as error:
+        if str(error) != fault:
+            yield Finding(WRONG, "directory", str(error))
+    if places is not None:
+        directory = list(runtime_directory(places))
+        yield from directory
+        if all(finding.verdict != WRONG for finding in directory):
+            found, status = node(places)
+            yield from found
+            yield from log(places)
+    yield from memory(wanted, status)
 
 
 def kernel() -> Iterator[Finding]:
@@ -151,7 +166,7 @@ def node(places: Places) -> tuple[list[Finding], dict[str, Any] | None]:
         if other != places.socket
     ]
     if is_absent(places.socket):
-        found.append(Finding(OK, "node", "none is running; the first engine starts one"))
+        found.append(Finding(OK, "node", f"none is running; {who_starts_one(places)}"))
         return found, None
     try:
         status = ask(places, "status")
@@ -172,7 +187,7 @@ def _running(places: Places, status: dict[str, Any]) -> Iterator[Finding]:
             NOTE,
             "node",
             f"process {pid} is kvtide {version}, this is {kvtide.__version__}: after `kvtide stop`"
-            " the next engine starts the new one",
+            " an engine that is started then, or `kvtide serve`, starts the new one",
         )
     try:
         entries = ask(places, "check")["entries"]

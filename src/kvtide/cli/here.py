@@ -1,20 +1,41 @@
 """Which node the commands speak to: that of this user's runtime directory."""
 
+import socket
 from pathlib import Path
 
+import click
+
 from kvtide import config
+from kvtide.errors import ConfigError
+from kvtide.wire.command import ANSWER_S_MAX
+from kvtide.wire.peer import check_own
 from kvtide.wire.places import Places, check_socket_path, open_directory
 
 
 def find_places() -> Places:
     """The runtime directory's places; looked at, but not made.
 
+    Other settings are read for the sake of whoever has misspelt one: that a node cannot be started
+    by them must not keep anybody from ending the one that runs.
+
     Raises ConfigError where it is not ours alone or not for us to see, or its path too long.
     """
-    directory = config.read().runtime_dir
+    directory = config.runtime_dir()
+    try:
+        config.read()
+    except ConfigError as error:
+        click.echo(f"Warning: {error}", err=True)
     places = Places(directory) if is_absent(directory) else open_directory(directory)
     check_socket_path(places.socket)
     return places
+
+
+def pid_of_node(places: Places) -> int:
+    """Of whoever listens, `UNSEEN` in a container that is out of sight; OSError if nobody does."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(ANSWER_S_MAX)
+        sock.connect(str(places.socket))
+        return check_own(sock).pid
 
 
 def is_absent(path: Path) -> bool:

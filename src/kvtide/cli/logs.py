@@ -10,7 +10,8 @@ from typing import TextIO
 
 import click
 
-from kvtide.cli.here import find_places, printable
+from kvtide.cli.here import find_places, pid_of_node, printable
+from kvtide.errors import WireError
 from kvtide.wire.places import Places
 
 POLL_S = 0.2
@@ -22,16 +23,34 @@ POLL_S = 0.2
 def command(lines: int, follow: bool) -> None:
     """Show the end of the node's log.
 
-    A node that runs in the foreground (`kvtide serve`) logs to its own standard error instead.
+    A node that runs in the foreground (`kvtide serve`) logs to its own standard error instead;
+    that there is one, and where it logs, is said on standard error.
     """
     places = find_places()
+    elsewhere = _logs_elsewhere(places)
     if not places.log.exists() and not follow:
-        raise click.ClickException(
-            f"there is no log at {places.log}: no node was started by an engine yet"
-        )
+        why = elsewhere or "no node was started by an engine yet"
+        raise click.ClickException(f"there is no log at {places.log}: {why}")
+    if elsewhere:
+        click.echo(f"{elsewhere}; this is {places.log}, of one before it", err=True)
     with suppress(KeyboardInterrupt):
         for line in _lines(places, lines, follow):
             click.echo(line)
+
+
+def _logs_elsewhere(places: Places) -> str:
+    """Where the running node logs if not into the log; empty where it does, or cannot be seen."""
+    try:
+        pid = pid_of_node(places)
+        opened = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+        place = os.readlink(f"/proc/{pid}/fd/2")
+    except (OSError, WireError):  # nobody listens, or out of sight: a container, another user
+        return ""
+    if str(places.log.resolve()) in opened:
+        return ""
+    if place.startswith(("pipe:", "socket:")):
+        place = "a pipe: to its service manager or container runtime (journalctl, kubectl logs)"
+    return f"node {pid} runs in the foreground and logs to its standard error, {place}"
 
 
 def _lines(places: Places, count: int, follow: bool) -> Iterator[str]:

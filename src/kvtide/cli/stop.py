@@ -2,16 +2,15 @@
 
 import os
 import select
-import socket
 import time
 
 import click
 
 from kvtide.bounds import T_STOP_S
-from kvtide.cli.here import find_places, is_absent
+from kvtide.cli.here import find_places, is_absent, pid_of_node
 from kvtide.errors import NodeUnreachable
-from kvtide.wire.command import ANSWER_S_MAX, ask
-from kvtide.wire.peer import UNSEEN, check_own
+from kvtide.wire.command import ask
+from kvtide.wire.peer import UNSEEN
 from kvtide.wire.places import Places
 
 END_S_MAX = T_STOP_S + 2.0
@@ -57,10 +56,7 @@ def command() -> None:
 
 def _pidfd_of_node(places: Places) -> int | None:
     """Of whoever listens; None where it lives in a container that we cannot see into."""
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(ANSWER_S_MAX)
-        sock.connect(str(places.socket))
-        pid = check_own(sock).pid
+    pid = pid_of_node(places)
     return os.pidfd_open(pid) if pid != UNSEEN else None
 
 

@@ -234,8 +234,8 @@ def become_node(way: Way) -> int:
     missing = probe.kernel_features().missing
     if missing:
         raise NodeError(
-            f"this kernel lacks {', '.join(missing)}: use a newer one, or allow these system calls in"
-            " the container's filter"
+            f"this kernel lacks {', '.join(missing)}: use a newer one, or allow these system calls"
+            " in the container's filter"
         )
     prepare_process()
     try:

@@ -77,6 +77,16 @@ def open_directory(directory: Path) -> Places:
     return Places(directory)
 
 
+def who_starts_one(places: Places) -> str:
+    """For people, where no node listens: what it takes until one does."""
+    if os.path.exists(places.stopped):
+        return (
+            "one was stopped on purpose: engines that ran then wait for the next, which an engine"
+            " that is started now, or `kvtide serve`, starts"
+        )
+    return "the first engine, or `kvtide serve`, starts one"
+
+
 def check_socket_path(path: Path) -> None:
     """Raise ConfigError where the path is longer than the kernel allows."""
     length = len(os.fsencode(path))
