@@ -5,8 +5,15 @@ from pathlib import Path
 import pytest
 
 from kvtide import bounds
+from kvtide.core.host import LAYOUT_REGIONS_MIN, REGION_SLOTS_MIN, Host
+from kvtide.core.layout import KVLayout
 from kvtide.core.reasons import DropReason, MissReason, OffReason
 from kvtide.metrics import METRICS
+from kvtide.node.main import HOST_BYTES_8B
+from kvtide.node.report import LABELS
+from kvtide.node.runtime import FIRST_ENGINE_S
+from kvtide.units import KiB, format_bytes, parse_bytes
+from kvtide.values import CHUNK_TOKENS_DEFAULT
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -24,6 +31,30 @@ def test_every_metric_is_explained() -> None:
     text = (DOCS / "metrics.md").read_text(encoding="utf-8")
     for metric in METRICS:
         assert text.count(f"| `{metric.name}` | {metric.kind} |") == 1
+        if metric.label:
+            assert metric.source in LABELS
+            (row,) = [
+                line for line in text.splitlines() if line.startswith(f"| `{metric.name}` | `")
+            ]
+            assert all(f"`{value}`" in row for value in LABELS[metric.source])
+
+
+def test_least_host_that_is_documented_is_the_one_that_is_asked_for() -> None:
+    """16 chunks, and the sizes of the two examples, as an engine would come with them."""
+    text = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    assert f"must hold {LAYOUT_REGIONS_MIN * REGION_SLOTS_MIN} chunks" in text
+    for token_bytes, said in ((128 * KiB, "512 MiB"), (512 * KiB, "2 GiB")):
+        block_bytes = 16 * token_bytes
+        layout = KVLayout(16, CHUNK_TOKENS_DEFAULT, (block_bytes,))
+        least = Host(parse_bytes(said.replace(" ", "")), 1).needed_bytes(layout)
+        assert format_bytes(least) == said
+        assert f"{said} for" in text
+        assert f"{token_bytes // KiB} KiB" in text
+    assert format_bytes(HOST_BYTES_8B) == "512 MiB"
+
+
+def test_wait_for_the_first_engine_is_documented() -> None:
+    assert f"for {FIRST_ENGINE_S:g} s at least" in (DOCS / "configuration.md").read_text("utf-8")
 
 
 BOUNDS = {

@@ -136,7 +136,10 @@ KEYS = (
         " a quarter of the memory available when the node starts (the smaller of MemAvailable and"
         " the cgroup's limit minus its usage), at most 64 GiB. 3 % of the machine, and of the"
         " cgroup's limit, stay free, 256 MiB at least. Asked for more than that leaves,"
-        " `kvtide serve` does not start, and a node that an engine starts makes do with less.",
+        " `kvtide serve` does not start, and a node that an engine starts makes do with less. It"
+        " must hold 16 chunks of a model, or that model's engines stay off (`host_too_small`): 512"
+        " MiB for 8B parameters (32 layers with 8 heads of 128 in bf16: 128 KiB for each of 256"
+        " tokens), 2 GiB for 7B without grouped heads (512 KiB).",
         show=values.show_host_bytes,
     ),
     Key(
@@ -146,7 +149,8 @@ KEYS = (
         owner="node",
         accepts="seconds, 0 or more",
         doc="How long the node, and what it keeps, stays after its last engine has left; 0: not at"
-        " all. A node in the foreground (`kvtide serve`) stays unless this is set.",
+        " all. A node that no engine has come to yet waits for one for 60 s at least. A node in"
+        " the foreground (`kvtide serve`) stays unless this is set.",
     ),
     Key(
         "http_address",
@@ -176,7 +180,7 @@ KEYS = (
     ),
     Key(
         "chunk_tokens",
-        default=256,
+        default=values.CHUNK_TOKENS_DEFAULT,
         parse=values.parse_chunk_tokens,
         owner="engine",
         accepts=f"a whole number from {values.CHUNK_TOKENS_MIN} to {values.CHUNK_TOKENS_MAX}",

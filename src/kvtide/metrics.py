@@ -196,9 +196,12 @@ def _samples(
 
 
 def _labelled(metric: Metric, counts: Mapping[str, int]) -> dict[str, int]:
-    """Counts by the label's value; what no word of ours can be is added up as `other`."""
+    """Counts by the label's value; what no word of ours can be is added up as `other`.
+
+    In the order of `counts`, whose first names are ours.
+    """
     found: dict[str, int] = {}
-    for name in sorted(counts):
+    for name in counts:
         if name.startswith(metric.source):
             value = name.removeprefix(metric.source)
             is_word = _LABEL.fullmatch(value) and len(found) < LABELS_MAX

@@ -13,6 +13,7 @@ from kvtide.units import KiB, MiB, format_bytes, parse_bytes
 
 HOST_BYTES_MIN = MiB  # below this, somebody has left out the unit
 CHUNK_TOKENS_MIN, CHUNK_TOKENS_MAX = 16, 8192  # one block of the smallest engines; a long prompt
+CHUNK_TOKENS_DEFAULT = 256
 LOCALHOST = "localhost"
 TOKEN_LENGTH_MAX = KiB  # of an HTTP header
 

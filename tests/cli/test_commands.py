@@ -19,6 +19,7 @@ from kvtide.errors import NodeError
 from kvtide.node.launch import _environment
 from kvtide.testing.fake_engine import FakeEngine, Loaded, Shape, make_tokens
 from kvtide.testing.node_process import NodeProcess
+from kvtide.units import format_bytes
 from kvtide.wire import command
 from kvtide.wire.command import ask
 from tests.cli.runs import KVTIDE, Run, one_line
@@ -339,7 +340,7 @@ def test_config_shows_the_running_nodes_own(
     assert "those of the running node" in text
     lines = {line.split("  ")[0]: " ".join(line.split()) for line in text.splitlines()}
     assert lines["host_bytes"] == (
-        "host_bytes 48 MiB (50331648 bytes) node environment KVTIDE_HOST_BYTES"
+        "host_bytes 48 MiB (50331648 bytes) node the node's environment KVTIDE_HOST_BYTES"
     )
     assert lines["chunk_tokens"] == "chunk_tokens 64 engine environment KVTIDE_CHUNK_TOKENS"
     assert "hunter2" not in text
@@ -348,6 +349,14 @@ def test_config_shows_the_running_nodes_own(
     assert told["node_is_running"] is True
     assert {one["name"] for one in told["settings"]} >= {"host_bytes", "start_node"}
     assert "hunter2" not in json.dumps(told)
+
+
+def test_config_shows_what_auto_has_come_to(run: Run, new_node: StartNode) -> None:
+    node = new_node(host_bytes="auto")
+    node.start()
+    (line,) = [one for one in run("config", "show").output.splitlines() if "host_bytes" in one]
+    size = format_bytes(node.status()["host"]["size_bytes"])
+    assert " ".join(line.split()).startswith(f"host_bytes {size} (auto) node")
 
 
 def test_config_without_a_node_shows_what_one_would_start_with(

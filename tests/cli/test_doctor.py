@@ -288,6 +288,16 @@ def test_little_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     found = only(examine.memory(None, None))
     assert found.verdict == NOTE
     assert "`auto` would take up to 256 MiB: little" in found.text
+    assert "512 MiB for one of 8B parameters" in found.text
+
+
+def test_node_with_little_memory_is_a_note() -> None:
+    sizes = {"allocated_bytes": MiB, "limit_bytes": 256 * MiB, "size_bytes": 256 * MiB}
+    found = only(examine.memory(None, {"host": sizes}))
+    assert found.verdict == NOTE
+    assert "512 MiB for one of 8B parameters" in found.text
+    sizes |= {"limit_bytes": 512 * MiB, "size_bytes": 512 * MiB}
+    assert only(examine.memory(None, {"host": sizes})).verdict == OK
 
 
 def test_node_that_gives_memory_back_is_a_note() -> None:

@@ -1,12 +1,15 @@
 """What status says of a machine, without a process: faults must be seen, and sums be right."""
 
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtide.core import messages as m
 from kvtide.core.index import Entry
+from kvtide.metrics import LABELS_MAX, METRICS, render
 from kvtide.node import report
 from tests.core.world import Engine, World, prompt
 
@@ -36,6 +39,31 @@ def test_a_region_that_a_worker_could_not_map_is_shown_with_its_reason(world: Wo
     wanted = "process 2000 (rank 0) cannot map region 100: no locked memory left"
     assert first["refused"] == [wanted]
     assert second["refused"] == []
+
+
+def test_values_of_labels_are_all_that_the_code_counts(world: World) -> None:
+    """What is counted under another name would begin with 1, and no page would explain it."""
+    assert set(report.LABELS["evicted."]) == set(world.machine.lending.evicted)
+    counted = re.compile(r"\"(tokens|lookups)\.(\w+)\"")
+    found: dict[str, set[str]] = {"tokens": set(), "lookups": set()}
+    for path in Path(report.__file__).parents[1].rglob("*.py"):
+        for name, value in counted.findall(path.read_text(encoding="utf-8")):
+            found[name].add(value)
+    assert found == {name: set(report.LABELS[f"{name}."]) for name in found}
+
+
+def test_every_value_of_a_label_is_given_from_the_start(world: World) -> None:
+    text = render(report.numbers(world.machine, {}))
+    for metric in METRICS:
+        for value in report.LABELS[metric.source] if metric.label else ():
+            assert f'{metric.name}{{{metric.label}="{value}"}} 0\n' in text
+
+
+def test_words_of_engines_crowd_none_of_ours_out(world: World) -> None:
+    left = {f"miss.a{number}": 1 for number in range(LABELS_MAX * 2)}
+    text = render(report.numbers(world.machine, left))
+    assert 'kvtide_misses_total{reason="waited_too_long"} 0\n' in text
+    assert text.count("kvtide_misses_total{") == LABELS_MAX + 1
 
 
 def counted(world: World) -> dict[str, int]:

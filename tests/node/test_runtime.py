@@ -239,6 +239,30 @@ def test_node_in_the_foreground_stays_unless_told_otherwise() -> None:
     assert shown["linger_s"].startswith("never")
 
 
+@pytest.mark.parametrize(("up_ms", "had_engine"), [(59_999, False), (60_000, False), (1, True)])
+def test_end_of_a_node_that_nobody_came_to_says_so(up_ms: int, had_engine: bool) -> None:
+    ends: list[str] = []
+    node = SimpleNamespace(
+        clock=SimpleNamespace(now_ms=lambda: up_ms),
+        started_ms=0,
+        _had_engine=had_engine,
+        stop=lambda why, on_purpose: ends.append(why),
+    )
+    runtime.Runtime._end(node, "linger_s", on_purpose=False)  # type: ignore[arg-type]
+    said = ["linger_s"] if had_engine else ["no engine has come in 60 s (linger_s, 60 at least)"]
+    assert ends == (said if had_engine or up_ms >= 60_000 else [])
+
+
+def test_size_that_the_host_has_come_to_is_shown() -> None:
+    shown = main.shown_settings(read(), Way.LAUNCHED)
+    (told,) = [one for one in main.with_size(shown, None, 16 * GiB) if one["name"] == "host_bytes"]
+    assert told["value"] == "16 GiB (auto)"
+    (told, *_) = main.with_size(shown, 900 * GiB, 16 * GiB)
+    assert told["value"] == "16 GiB (asked for 900 GiB)"
+    assert main.with_size(shown, GiB, GiB) == shown
+    assert shown[0]["value"] == "auto", "what engines compare with their own"
+
+
 def test_linger_of_nothing_is_not_for_ever() -> None:
     """To the machine 0 means never, to the user at once."""
     assert main.linger_ms(read(KVTIDE_LINGER_S="0"), Way.LAUNCHED) == 1

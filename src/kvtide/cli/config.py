@@ -42,6 +42,8 @@ def show(as_json: bool) -> None:
         running = {}
     for setting in settings:
         setting |= running.get(setting["name"], {})
+        if setting["name"] in running and setting["source"].startswith("environment "):
+            setting["source"] = f"the node's {setting['source']}"  # not that of this command
     if as_json:
         found = {
             "runtime_dir": str(places.directory),

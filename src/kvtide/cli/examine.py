@@ -25,8 +25,8 @@ from kvtide.errors import (
     WireError,
 )
 from kvtide.memory import probe
-from kvtide.node.main import Way, host_bytes
-from kvtide.units import GiB, MiB, format_bytes
+from kvtide.node.main import Way, host_bytes, smallness
+from kvtide.units import MiB, format_bytes
 from kvtide.wire.command import ask
 from kvtide.wire.places import (
     SOCKET_PATH_BYTES_MAX,
@@ -37,7 +37,6 @@ from kvtide.wire.places import (
 )
 
 OK, NOTE, WRONG = "ok", "note", "WRONG"
-HOST_BYTES_FEW = 1 * GiB
 DISK_BYTES_FEW = 64 * MiB
 PRESSURE_RATIO_MUCH = 0.10
 LOG_BYTES_READ = 1 * MiB
@@ -242,12 +241,14 @@ def memory(wanted: int | None, status: dict[str, Any] | None) -> Iterator[Findin
         if host["limit_bytes"] < host["size_bytes"]:
             text += f": it gives memory back, asked for {format_bytes(host['size_bytes'])}"
             yield Finding(NOTE, "memory", text)
+        elif small := smallness(host["size_bytes"]):
+            yield Finding(NOTE, "memory", f"{text}: little; {small}")
         else:
             yield Finding(OK, "memory", text)
         return
     how = "`auto` would take" if wanted is None else "host_bytes takes"
     text = f"{format_bytes(available)} available, of which {how} up to {format_bytes(would)}"
-    if would < HOST_BYTES_FEW:
-        yield Finding(NOTE, "memory", f"{text}: little; set host_bytes if you can spare more")
+    if small := smallness(would):
+        yield Finding(NOTE, "memory", f"{text}: little; {small}")
     else:
         yield Finding(OK, "memory", text)

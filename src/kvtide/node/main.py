@@ -30,13 +30,14 @@ from typing import TYPE_CHECKING
 import kvtide
 from kvtide import config as settings
 from kvtide.clock import MonotonicClock
+from kvtide.core.host import LAYOUT_REGIONS_MIN, REGION_SLOTS_MIN
 from kvtide.core.machine import Machine, MachineConfig
 from kvtide.errors import ConfigError, KVTideError, NodeError
 from kvtide.memory import probe
 from kvtide.node.launch import EXIT_CONFIG, EXIT_FAULT
 from kvtide.node.runtime import Runtime
-from kvtide.units import GiB, MiB, format_bytes
-from kvtide.values import HOST_BYTES_MIN
+from kvtide.units import GiB, KiB, MiB, format_bytes
+from kvtide.values import CHUNK_TOKENS_DEFAULT, HOST_BYTES_MIN
 from kvtide.wire.places import Places, check_socket_path, open_directory
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ SWITCH_INTERVAL_S = 0.0005
 LOCK_TRIES, LOCK_PAUSE_S = 3, 0.02
 """An engine that looks whether the lock is held has it for an instant."""
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+TOKEN_BYTES_8B = 128 * KiB
+"""Of common models of 8B parameters in bf16: 32 layers, 8 heads of keys and of values, of 128."""
+HOST_BYTES_8B = LAYOUT_REGIONS_MIN * REGION_SLOTS_MIN * CHUNK_TOKENS_DEFAULT * TOKEN_BYTES_8B
+"""The least host that serves such a model; docs/configuration.md names it."""
 STAYS = "never (a node in the foreground stays until it is stopped)"
 
 
@@ -95,6 +100,16 @@ def host_bytes(wanted: int | None, way: Way) -> int:
         raise ConfigError(f"{text}: ask for less, or leave it out for a quarter of that")
     logger.warning("%s: the node makes do with these", text)
     return spare
+
+
+def smallness(size_bytes: int) -> str:
+    """What a host of this size is too small for; empty where it will do for common models."""
+    if size_bytes >= HOST_BYTES_8B:
+        return ""
+    return (
+        f"engines need 16 chunks of their model there, {format_bytes(HOST_BYTES_8B)} for one of 8B"
+        " parameters, and are off with less: set host_bytes if you can spare more"
+    )
 
 
 def take_lock(places: Places) -> int | None:
@@ -154,6 +169,18 @@ def shown_settings(config: settings.Config, way: Way) -> list[dict[str, str]]:
     return shown
 
 
+def with_size(shown: list[dict[str, str]], wanted: int | None, size: int) -> list[dict[str, str]]:
+    """The settings as people read them: with the size that the host has come to.
+
+    (Engines compare the settings with their own, which are what was asked for.)
+    """
+    if wanted == size:
+        return shown
+    asked = "auto" if wanted is None else f"asked for {format_bytes(wanted)}"
+    value = f"{format_bytes(size)} ({asked})"
+    return [e | {"value": value} if e["name"] == "host_bytes" else e for e in shown]
+
+
 async def serve(config: settings.Config, places: Places, way: Way) -> int:
     """Run a node until it ends; its exit code."""
     shown = shown_settings(config, way)
@@ -169,7 +196,8 @@ async def serve(config: settings.Config, places: Places, way: Way) -> int:
             settings={e["name"]: e["value"] for e in shown},
         )
     )
-    runtime = Runtime(machine, MonotonicClock(), places, shown)
+    told = with_size(shown, config.node.host_bytes, size_bytes)
+    runtime = Runtime(machine, MonotonicClock(), places, told)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # One in the foreground is ended by who started it; any other by who knows whom: engines
@@ -184,6 +212,8 @@ async def serve(config: settings.Config, places: Places, way: Way) -> int:
         places.socket,
         format_bytes(size_bytes),
     )
+    if small := smallness(size_bytes):
+        logger.info("%s of host memory are little: %s", format_bytes(size_bytes), small)
     with _pages(config, runtime, loop):
         return await runtime.run()
 

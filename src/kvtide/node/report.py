@@ -13,11 +13,20 @@ from typing import Any
 from kvtide.core.index import Entry
 from kvtide.core.instances import Instance
 from kvtide.core.machine import Machine
-from kvtide.core.reasons import DropReason
+from kvtide.core.reasons import DropReason, MissReason
 from kvtide.metrics import OTHER
 
 COUNT_MAX = (1 << 63) - 1
 """What a message can carry; absurd values stay below it, since metrics never break anything."""
+LABELS: dict[str, tuple[str, ...]] = {
+    "tokens.": ("local", "external", "computed"),
+    "miss.": tuple(MissReason),
+    "lookups.": ("answered", "not_mapped"),
+    "drop.": tuple(DropReason),
+    "evicted.": ("room", "superseded", "moved", "cleared"),
+}
+"""Counters that differ in one label, by the metric's source, and all values that are ours: metrics
+give each from the start, since a rate misses the step from nothing to the first one."""
 LEFT_NAMES_MAX = 1024
 """Names of counters that are kept of engines that have left; the engines chose them."""
 
@@ -62,9 +71,14 @@ def numbers(machine: Machine, left: dict[str, int]) -> dict[str, Any]:
     return {
         "host": _bytes(machine),
         "engines": connected,
-        "counts": totals(machine, left),
+        "counts": _named() | totals(machine, left),
         "evicted": dict(machine.lending.evicted),
     }
+
+
+def _named() -> dict[str, int]:
+    """Nothing counted yet, under every name of ours; first, so that none is crowded out."""
+    return {source + value: 0 for source, values in LABELS.items() for value in values}
 
 
 def host(machine: Machine) -> dict[str, Any]:

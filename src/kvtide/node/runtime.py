@@ -330,6 +330,8 @@ class Runtime:
     def _end(self, why: str, *, on_purpose: bool) -> None:
         """The machine says this at each tick; it does not know who started the node, and why."""
         uptime_s = (self.clock.now_ms() - self.started_ms) / 1000
+        if not self._had_engine:
+            why = f"no engine has come in {uptime_s:.0f} s (linger_s, {FIRST_ENGINE_S:g} at least)"
         if self._had_engine or uptime_s >= FIRST_ENGINE_S:
             self.stop(why, on_purpose=on_purpose)
 
