@@ -5,6 +5,7 @@ Ranks and rules are those of docs/architecture.md; where one must change, it is 
 """
 
 import ast
+import itertools
 import re
 import sys
 from collections import defaultdict
@@ -292,6 +293,24 @@ def test_limits_have_a_reason(place: str) -> None:
             is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
             if any(map(LIMIT.fullmatch, names)) and not is_text:
                 wrong.append(f"{name_of(path)}:{node.lineno} {', '.join(names)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_bound_of_the_contract_stands_once() -> None:
+    """Whatever says that it is one takes its length from `bounds`, and so keeps step with it."""
+    names = [
+        one.id for one in ast.walk(tree_of(PACKAGE / "bounds.py")) if isinstance(one, ast.Name)
+    ]
+    wrong = []
+    for path in SHIPPED:
+        body = tree_of(path).body
+        for node, below in itertools.pairwise(body):
+            if not isinstance(node, ast.Assign) or not isinstance(below, ast.Expr):
+                continue
+            bound = re.match(r"'(T_[a-z]+)", ast.unparse(below).strip('"'))
+            is_bound = bound and any(name.startswith(bound[1].upper()) for name in names)
+            if is_bound and "T_" not in ast.unparse(node.value) and path.name != "bounds.py":
+                wrong.append(f"{name_of(path)}:{node.lineno} {ast.unparse(node)}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -1,8 +1,10 @@
 """A wrong message costs only its connection: nothing has changed, the next valid call works."""
 
+import ast
 import dataclasses
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -238,6 +240,24 @@ def check_costs_only_its_connection(world: World, connection: int, message: m.Me
     assert note.text.startswith(f"connection {connection} is closed: ")
     assert len(note.text) <= 500
     world.machine.check_integrity()
+
+
+def test_what_is_refused_is_said_with_the_limit() -> None:
+    """Value; limit, or what to do: whoever reads the log has not read the code."""
+    tree = ast.parse(Path(checks.__file__).read_text(encoding="utf-8"))
+    raised = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    assert len(raised) > 20
+    assert [text for text in raised if ";" not in text] == []
+
+
+def test_a_limit_is_the_one_that_holds(world: World, engine: Engine) -> None:
+    for make, said in (
+        (hello(worker_count=FAR), f"an engine of {FAR} workers; 1 to 1024 are taken"),
+        (worker(cell_bytes=4097), "a cell of 4097 bytes; multiples of 4096 are taken"),
+    ):
+        note, _ = world.machine.handle(Received(world.connect(), make(engine)), world.now_ms)
+        assert isinstance(note, Note)
+        assert said in note.text
 
 
 @pytest.mark.parametrize("make", FIRST.values(), ids=FIRST)

@@ -165,7 +165,10 @@ def check_offer(offer: m.StoreOffer, layout: KVLayout) -> None:
                 f" last have {whole}"
             )
         if digests[-INNER_DIGEST_BYTES:] != key[:INNER_DIGEST_BYTES]:
-            raise WireError("a key that does not begin with the digest of its last block")
+            raise WireError(
+                f"the key of chunk {position} does not begin with the digest of its last block;"
+                " each key does"
+            )
 
 
 def check_counts(increments: dict[str, int], known: dict[str, int]) -> None:

@@ -15,13 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvtide.bounds import T_STOP_S
 from kvtide.errors import KVTideError
 from kvtide.node.launch import start_node
 from kvtide.wire.command import ask
 from kvtide.wire.places import Places
 
 START_S_MAX = 15.0
-STOP_S_MAX = 10.0
+STOP_S_MAX = T_STOP_S
 """T_stop of the contract."""
 POLL_S = 0.002
 PROGRAM = b"kvtide.node.main"

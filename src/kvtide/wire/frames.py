@@ -63,7 +63,10 @@ def encode(message: Message, descriptor_count: int = 0) -> bytes:
         text = f"a {type(message).__name__} that cannot be written: {error}"
         raise WireError(text) from None
     if len(payload) + 2 > FRAME_BYTES_MAX:
-        raise WireError(f"a {type(message).__name__} of {len(payload)} bytes is too large")
+        raise WireError(
+            f"a {type(message).__name__} of {len(payload)} bytes is too large; a frame holds"
+            f" {FRAME_BYTES_MAX - 2}"
+        )
     return _HEAD.pack(len(payload) + 2, _NUMBERS[type(message)], descriptor_count) + payload
 
 
@@ -90,7 +93,10 @@ class FrameReader:
                     f"a frame of {length} bytes; at most {FRAME_BYTES_MAX} are allowed"
                 )
             if kind >= len(_KINDS) or count != _DESCRIPTORS.get(_KINDS[kind], 0):
-                raise WireError(f"a frame of kind {kind} with {count} descriptors")
+                raise WireError(
+                    f"a frame of kind {kind} with {count} descriptors; there are {len(_KINDS)}"
+                    " kinds, each with its own number of them"
+                )
             end = _LENGTH.size + length
             if len(self._data) < end:
                 return
@@ -130,7 +136,9 @@ def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
     if flags & socket.MSG_CTRUNC:
         for descriptor in descriptors:
             os.close(descriptor)
-        raise WireError("more descriptors came at once than a frame may carry")
+        raise WireError(
+            f"more descriptors came at once than a frame may carry; at most {DESCRIPTORS_MAX}"
+        )
     return data, list(descriptors)
 
 
