@@ -22,8 +22,17 @@ def test_one_hung_writer_of_a_shared_chunk_must_not_fill_the_host() -> None:
     index = world.machine.index
     invisible = [e for e in index.entries.values() if not e.is_held and e.is_copied]
     outcome = other.offer(prompt(7)).outcomes
-    print("hit blocks", held, "invisible entries", len(invisible), "other engine:", outcome,
-          "granted", world.machine.lending.granted_bytes // CHUNK_BYTES, "chunks")
+    print(
+        "hit blocks",
+        held,
+        "invisible entries",
+        len(invisible),
+        "other engine:",
+        outcome,
+        "granted",
+        world.machine.lending.granted_bytes // CHUNK_BYTES,
+        "chunks",
+    )
     assert outcome == [""], "another engine cannot store anything any more"
     assert len(invisible) * CHUNK_BYTES <= world.machine.host.limit_bytes // 4
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 
 from kvtide.errors import KVTideError
 from kvtide.memory.region import MappedRegion
+from kvtide.processors import leave_binding
 
 
 class _Mapping:
@@ -147,6 +148,7 @@ class MappedRegions:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        leave_binding()
         while (number := self._work.get()) is not None:
             with self._lock:
                 mapping = self._mappings.get(number)

@@ -34,6 +34,7 @@ from kvtide.memory.mapped import MappedRegions
 from kvtide.memory.region import MappedRegion
 from kvtide.metrics import Counters
 from kvtide.movers.base import CellPlace, Mover
+from kvtide.processors import processors_of_process, use_processors
 from kvtide.wire.link import Link
 from kvtide.wire.places import Places
 
@@ -356,26 +357,3 @@ def _split(
             else:
                 known.append((block_id, CellPlace(region.cells, cell)))
     return known, failed
-
-
-def processors_of_process() -> set[int]:
-    """The processors that any thread of this process may use.
-
-    The engine binds each of its threads to one processor, and a new thread inherits the binding of
-    the one that made it: without this, all mover threads would share the main thread's.
-    """
-    found: set[int] = set()
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            found |= os.sched_getaffinity(int(thread))
-        except OSError:
-            continue
-    return found or os.sched_getaffinity(0)
-
-
-def use_processors(processors: set[int]) -> None:
-    """Let this thread run on these processors."""
-    try:
-        os.sched_setaffinity(0, processors)
-    except OSError as error:
-        logger.debug("kvtide: a mover thread keeps its processor: %s", error)

@@ -9,7 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from kvtide.testing.vllm_toy import ToyOptions
-from tests.engines.vllm.connector.toys import Toys, assert_right, scheduler_of, tokens, until, workers_of
+from tests.engines.vllm.connector.toys import (
+    Toys,
+    assert_right,
+    scheduler_of,
+    tokens,
+    until,
+    workers_of,
+)
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("patient")]
 
