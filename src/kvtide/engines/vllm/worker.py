@@ -222,9 +222,13 @@ class WorkerSide:
 
     def _store(self, job: StoreJob) -> None:
         with self._lock:
-            if self._connection != job.connections[self._facts.shard_index]:
-                return  # granted on another connection: the node has taken it back already
             self._held.add(job.grant)
+            is_ours = self._connection == job.connections[self._facts.shard_index]
+        if not is_ours:
+            # A connection before ours: the node has taken it back, and ignores this. One that the
+            # node has taken, and our link's thread not yet: only our word ends the grant.
+            self._answer(m.Stored(job.grant, False))
+            return
         is_ok = False
         try:
             with self._regions.using({job.run[0]}) as regions:
