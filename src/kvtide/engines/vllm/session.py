@@ -299,7 +299,7 @@ class EngineSession:
 
     def on_refused(self, refused: m.Refused) -> None:
         """Another version, or an engine_id that is in use: off until that changes."""
-        self._turn_off(Off(OffReason(refused.reason), refused.detail))
+        self._turn_off(_off_of(refused.reason, refused.detail))
 
     def on_absent(self) -> None:
         """No node: start one, unless settings or `kvtide stop` forbid it."""
@@ -406,7 +406,7 @@ class EngineSession:
 
     def _serving(self, off_reason: str, off_detail: str) -> None:
         if off_reason:
-            self._turn_off(Off(OffReason(off_reason), off_detail))
+            self._turn_off(_off_of(off_reason, off_detail))
             return
         welcome, value = self._welcome, self._sent
         if welcome is None or not value:
@@ -433,6 +433,14 @@ class EngineSession:
         if line != self._line:
             self._line = line
             logger.info("%s", line)
+
+
+def _off_of(reason: str, detail: str) -> Off:
+    """What a node says; a word that only a later release knows is kept as text."""
+    try:
+        return Off(OffReason(reason), detail)
+    except ValueError:
+        return Off(OffReason.WIRE_VERSION, f"the node says {reason}: {detail}")
 
 
 def _agreed(facts: list[dict[str, Any]]) -> dict[str, FieldValue] | Off:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvtide.core import messages as m
+from kvtide.core.reasons import OffReason
 from kvtide.engines.vllm.metadata import LoadJob, StepPlan
 from kvtide.testing.vllm_toy import ToyEngine, ToyOptions
 from tests.engines.vllm.connector.toys import (
@@ -223,3 +224,17 @@ def test_shutdown_at_any_moment(alone: Toys) -> None:
             engine.close()
         engine.run()
         alone.engines.remove(engine)
+
+
+def test_a_reason_that_only_a_later_node_knows_is_said_as_it_came(alone: Toys) -> None:
+    """It raised on the link's thread, which then came back every few seconds to hear it again."""
+    engine = alone.start(OPTIONS)
+    link = scheduler_of(engine)._link
+    for hear in (
+        lambda: link.on_message(m.Serving("moon_phase", "waning"), []),
+        lambda: link.on_refused(m.Refused("moon_phase", "waning")),
+    ):
+        link.off = None
+        hear()
+        assert link.off.reason is OffReason.WIRE_VERSION
+        assert "moon_phase: waning" in link.off.detail
