@@ -12,6 +12,7 @@ state here belongs to the scheduler's thread. A step costs nothing for requests 
 to load or store: one dictionary lookup and two comparisons.
 """
 
+import logging
 import secrets
 import time
 from typing import Any
@@ -31,6 +32,8 @@ from kvtide.engines.vllm.stores import Stores
 from kvtide.engines.vllm.tracker import Load, Tracker, items_of, refusal
 from kvtide.engines.vllm.weights import AdapterDigests
 from kvtide.metrics import Counters
+
+logger = logging.getLogger("vllm.kvtide")
 
 EPOCH_BYTES = 16
 
@@ -59,6 +62,7 @@ class SchedulerSide:
         self._roots: set[bytes] = set()
         self._fingerprint = b""
         self._next_number = 1
+        self._unreadable = ""  # what was said last of a request that has no name
         self.counters = Counters()
         self._stats: dict[str, int] = {}
         self._lookups = Lookups(
@@ -79,23 +83,36 @@ class SchedulerSide:
         self._take_in()
         tracker = Tracker(request=request, arrived_s=time.monotonic())
         self._trackers[request.request_id] = tracker
-        tracker.no_load = refusal(request, self._settings)
+        tracker.no_load = self._name(tracker)
         if tracker.no_load is not None:
             return
-        root = self._root(request)
-        if isinstance(root, MissReason):
-            tracker.no_load = root
-            return
-        identity, tracker.root = self._identity, root
-        tracker.chain = Chain(
-            root.root, identity.block_tokens, identity.chunk_tokens, items_of(request)
-        )
-        if not identity.may_load:
+        if not self._identity.may_load:
             tracker.no_load = MissReason.ROLE
         elif request.skip_reading_prefix_cache:
             tracker.no_load = MissReason.SKIP_READING
         else:
             self._lookups.ask(tracker)
+
+    def _name(self, tracker: Tracker) -> MissReason | None:
+        """Begin the request's chain; or why it has none.
+
+        Salts and ids are a caller's: whatever is wrong with them costs this request.
+        """
+        request, identity = tracker.request, self._identity
+        try:
+            refused = refusal(request, self._settings)
+            root = refused or self._root(request)
+            if isinstance(root, MissReason):
+                return root
+            items = items_of(request)
+            chain = Chain(root.root, identity.block_tokens, identity.chunk_tokens, items)
+        except Exception as error:
+            if repr(error) != self._unreadable:
+                self._unreadable = repr(error)
+                logger.exception("kvtide: a request that cannot be named is served uncached")
+            return MissReason.UNREADABLE
+        tracker.root, tracker.chain = root, chain
+        return None
 
     def _root(self, request: Any) -> m.RegisterRoot | MissReason:
         """The root key of a request, and what a node must know of it; or why there is none."""
