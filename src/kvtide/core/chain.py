@@ -12,7 +12,6 @@ from kvtide.core.keys import (
     packed_tokens,
 )
 
-
 KEPT_CHUNKS_MAX = 8
 """Chunks whose digests a chain keeps for `block_digest`: those that it is compared in."""
 

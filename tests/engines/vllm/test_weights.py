@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvtide.core.reasons import Off, OffReason
 from kvtide.engines.vllm import file_digests
 from kvtide.engines.vllm.file_digests import (
+    SETTLE_NS,
     FileChanged,
     FileDigests,
     FileIdentity,
@@ -251,6 +252,85 @@ def test_a_blob_that_does_not_hold_what_its_name_says_turns_caching_off(
     assert state.reason is OffReason.WEIGHTS_CHANGE
     assert "model.safetensors" in state.detail
     assert off_of(snapshot, digests) == state, "a later start knows at once"
+
+
+def held_blob(weights: WeightsDigest, held: HeldReads) -> Known | Off:
+    """What is known once a blob that does not count by its name has been read."""
+    weights.start()
+    assert held.began.wait(WAIT_S)
+    assert isinstance(weights.poll(), Hashing), "it counts before it was read"
+    held.go.set()
+    state = weights.wait(WAIT_S, verified=True)
+    weights.close()
+    assert not isinstance(state, Hashing)
+    return state
+
+
+def write_through(snapshot: Path, content: bytes) -> None:
+    """As `save_pretrained` into a snapshot does."""
+    with (snapshot / "model.safetensors").open("r+b") as file:
+        file.write(content)
+
+
+def test_a_blob_that_was_read_in_another_state_is_read_before_its_name_counts(
+    tmp_path: Path, held: HeldReads, digests: FileDigests
+) -> None:
+    """Its link is made anew behind the writer, so that only the kept digest tells."""
+    snapshot = a_snapshot(tmp_path / "hub", b"weights" * 100)
+    digest_of(snapshot, digests)
+    write_through(snapshot, b"another model")
+    link = snapshot / "model.safetensors"
+    blob = link.readlink()
+    link.unlink()
+    link.symlink_to(blob)
+    off = held_blob(WeightsDigest(LocalWeights(snapshot), held), held)
+    assert isinstance(off, Off)
+    assert off.reason is OffReason.WEIGHTS_CHANGE
+
+
+def test_a_blob_written_behind_its_link_is_read_before_its_name_counts(
+    tmp_path: Path, held: HeldReads
+) -> None:
+    """No digest of it was ever kept."""
+    snapshot = a_snapshot(tmp_path / "hub", b"weights" * 100)
+    link = snapshot / "model.safetensors"
+    os.utime(link, ns=(0, link.lstat().st_mtime_ns - 10**9), follow_symlinks=False)
+    write_through(snapshot, b"another model")
+    off = held_blob(WeightsDigest(LocalWeights(snapshot), held), held)
+    assert isinstance(off, Off)
+    assert off.reason is OffReason.WEIGHTS_CHANGE
+
+
+def test_a_touched_blob_that_holds_what_its_name_says_counts_once_it_was_read(
+    tmp_path: Path, held: HeldReads, digests: FileDigests
+) -> None:
+    snapshot = a_snapshot(tmp_path / "hub", b"weights" * 100)
+    digest = digest_of(snapshot, digests)
+    (snapshot / "model.safetensors").chmod(0o600)
+    assert held_blob(WeightsDigest(LocalWeights(snapshot), held), held) == Known(digest)
+
+
+def test_a_blob_fetched_by_the_engine_counts_once_it_was_read(
+    tmp_path: Path, held: HeldReads
+) -> None:
+    """Or somebody may have written it, between the engine's start and now."""
+    content = b"weights" * 100
+    snapshot = a_snapshot(tmp_path / "hub", content)
+    blob = (snapshot / "model.safetensors").stat()
+    local, expected = LocalWeights(snapshot), combined_digest([hashlib.sha256(content).digest()])
+    just_before_ns = blob.st_ctime_ns + SETTLE_NS
+    older = WeightsDigest(local, held, unchanged_since_ns=just_before_ns)
+    older.start()
+    assert older.wait(WAIT_S) == Known(expected), "older than the engine: it counts at once"
+    held.go.set()
+    older.wait(WAIT_S, verified=True)
+    older.close()
+    held.go.clear()
+    for kept in (tmp_path / "cache").iterdir():
+        kept.unlink()
+    held.began.clear()
+    young = WeightsDigest(local, held, unchanged_since_ns=just_before_ns - 1)
+    assert held_blob(young, held) == Known(expected)
 
 
 def test_a_verified_blob_is_not_read_again(

@@ -24,13 +24,13 @@ from kvtide.core.chain import Chain
 from kvtide.core.instances import ROOTS_MAX
 from kvtide.core.keys import root_key, salt_digest
 from kvtide.core.plan import StorePlan, cut_runs, usable_blocks
-from kvtide.core.reasons import MissReason
+from kvtide.core.reasons import MissReason, OffReason
+from kvtide.engines.vllm.adapters import AdapterDigests
 from kvtide.engines.vllm.lookups import Lookups
 from kvtide.engines.vllm.metadata import LoadJob, StepPlan
 from kvtide.engines.vllm.session import EngineIdentity, EngineSession, Session
 from kvtide.engines.vllm.stores import Stores
 from kvtide.engines.vllm.tracker import Load, Tracker, items_of, refusal
-from kvtide.engines.vllm.weights import AdapterDigests
 from kvtide.metrics import Counters
 
 logger = logging.getLogger("vllm.kvtide")
@@ -118,9 +118,10 @@ class SchedulerSide:
         """The root key of a request, and what a node must know of it; or why there is none."""
         if not self._fingerprint:
             return MissReason.NODE_GONE
-        adapter = b""
-        if request.lora_request is not None:
-            digest = self._adapters.digest(request.lora_request.lora_path)
+        adapter, lora = b"", request.lora_request
+        if lora is not None:
+            # One to be loaded in place may be read anew by the engine at any time.
+            digest = None if lora.load_inplace else self._adapters.digest(lora.lora_path)
             if digest is None:
                 return MissReason.ADAPTER_UNKNOWN
             adapter = digest
@@ -165,6 +166,8 @@ class SchedulerSide:
         self._lookups.session_changed(self._trackers.values())
         self._stores.session_changed(self._trackers.values())
         if session is None:
+            if self._link.off is not None and self._link.off.reason is OffReason.WEIGHTS_CHANGE:
+                self.void_loads()  # they bring KV of the weights that we took ours for
             return
         if self._fingerprint and session.fingerprint != self._fingerprint:
             self.reset_cache()

@@ -110,7 +110,9 @@ class EngineSession:
         self._counts: dict[str, int] = {}
         self._facts: m.Workers | None = None
         self._welcome: m.Welcome | None = None
-        self._sent: bytes | None = None  # the fingerprint, or b"" for an off, last said
+        self._sent = b""  # the fingerprint last said on this connection; b"" where we are off
+        self._claimed = b""  # the one last said on any
+        self._said_off: OffReason | None = None  # on this connection, after the fingerprint
         self._said_digests: tuple[bytes, ...] | None = None
         self._line = ""
         self.last_grant = 0
@@ -236,7 +238,7 @@ class EngineSession:
             self.last_grant = 0
         self._welcome = welcome
         self._facts = None
-        self._sent = None
+        self._sent, self._said_off = b"", None
         self._said_digests = None
         with self._arrived:
             self._returned += self._returned_last
@@ -345,16 +347,24 @@ class EngineSession:
         if isinstance(fields, Off):
             self._identify_as_off(facts, fields)
             return
-        self._sent = fingerprint(fields)
+        self._sent = self._claimed = fingerprint(fields)
+        self._said_off = None
         shown = {name: _shown(field) for name, field in fields.items()}
         identity = self._message(self._sent, b"".join(digests), shown, facts.cell_bytes, None)
         self._link.send(identity)
 
     def _identify_as_off(self, facts: m.Workers, off: Off) -> None:
+        """Say why we are off, once for each reason.
+
+        Weights that were not what they seemed: what was stored under their fingerprint is wrong,
+        so that is named, and the node makes it unreachable.
+        """
         self._turn_off(off)
-        if self._sent != b"":
-            self._sent = b""
-            self._link.send(self._message(b"", b"", {}, facts.cell_bytes, off))
+        if off.reason == self._said_off:
+            return
+        self._said_off, self._sent = off.reason, b""
+        value = self._claimed if off.reason is OffReason.WEIGHTS_CHANGE else b""
+        self._link.send(self._message(value, b"", {}, facts.cell_bytes, off))
 
     def _weights_digests(self) -> tuple[bytes, ...] | Off:
         digests = []
