@@ -161,3 +161,19 @@ def test_populating_does_not_share_the_processor_of_the_thread_that_computes(
     thread.start()
     thread.join()
     assert used.get(timeout=WAIT_S_MAX) == set(), "kvtide-map populates on the bound core alone"
+
+
+def test_a_fault_while_one_region_is_populated_costs_that_one(
+    said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread goes on with the next."""
+
+    def fail(self: MappedRegion, stop: threading.Event) -> bool:
+        raise ValueError("a fault")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MappedRegion, "populate", fail)
+        said.offer(1)
+        assert said.next() == ("failed", 1)
+    said.offer(2)
+    assert said.next() == ("open", 2)

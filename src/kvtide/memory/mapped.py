@@ -162,10 +162,10 @@ class MappedRegions:
     def _populate(self, number: int, mapping: _Mapping) -> None:
         try:
             is_done = mapping.region.populate(mapping.stop)
-        except KVTideError as error:
+        except Exception as error:  # no memory, or a fault of ours: it costs this region alone
             with self._lock:
                 mapping.is_leaving = True
-            self._unmap(number, mapping, failure=str(error))
+            self._unmap(number, mapping, failure=str(error) or repr(error))
             return
         with self._lock:
             mapping.is_open = is_done and not mapping.is_leaving
