@@ -121,7 +121,8 @@ class SchedulerSide:
         adapter, lora = b"", request.lora_request
         if lora is not None:
             # One to be loaded in place may be read anew by the engine at any time.
-            digest = None if lora.load_inplace else self._adapters.digest(lora.lora_path)
+            is_reread = getattr(lora, "load_inplace", False)
+            digest = None if is_reread else self._adapters.digest(lora.lora_path)
             if digest is None:
                 return MissReason.ADAPTER_UNKNOWN
             adapter = digest
@@ -151,6 +152,7 @@ class SchedulerSide:
         """Take in what the node has said; a new session voids what was asked before."""
         if self._link.session is not self._session:
             self._session_changed(self._link.session)
+        self._void_wrong_loads()
         for answer, arrived_ms in self._link.take_answers(wait_s):
             match answer:
                 case m.StoreAnswer():
@@ -160,14 +162,19 @@ class SchedulerSide:
                 case m.Match():
                     self._lookups.matched(answer, arrived_ms)
 
+    def _void_wrong_loads(self) -> None:
+        """Where our weights are not what they seemed, what is being loaded is not theirs."""
+        if self._loads and self._link.session is None:
+            off = self._link.off
+            if off is not None and off.reason is OffReason.WEIGHTS_CHANGE:
+                self.void_loads()
+
     def _session_changed(self, session: Session | None) -> None:
         self._session = session
         self._roots.clear()
         self._lookups.session_changed(self._trackers.values())
         self._stores.session_changed(self._trackers.values())
         if session is None:
-            if self._link.off is not None and self._link.off.reason is OffReason.WEIGHTS_CHANGE:
-                self.void_loads()  # they bring KV of the weights that we took ours for
             return
         if self._fingerprint and session.fingerprint != self._fingerprint:
             self.reset_cache()
@@ -348,6 +355,7 @@ class SchedulerSide:
         Returns those whose report must be held back: the cache was reset while they loaded, so all
         of their blocks must fail. They are loaded again, from nowhere, which fails in a step.
         """
+        self._void_wrong_loads()
         held_back: set[str] = set()
         for load in self._loads.values() if failed_blocks else ():
             load.failed.update(failed_blocks.intersection(load.block_ids))

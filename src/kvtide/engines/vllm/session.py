@@ -362,9 +362,10 @@ class EngineSession:
         self._turn_off(off)
         if off.reason == self._said_off:
             return
-        self._said_off, self._sent = off.reason, b""
+        self._sent = b""
         value = self._claimed if off.reason is OffReason.WEIGHTS_CHANGE else b""
-        self._link.send(self._message(value, b"", {}, facts.cell_bytes, off))
+        if self._link.send(self._message(value, b"", {}, facts.cell_bytes, off)):
+            self._said_off = off.reason
 
     def _weights_digests(self) -> tuple[bytes, ...] | Off:
         digests = []

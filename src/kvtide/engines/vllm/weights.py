@@ -332,7 +332,9 @@ class WeightsDigest:
             self._fail(OffReason.WEIGHTS_CHANGE, f"{file.path} is being written")
             return
         except OSError as error:
-            self._fail(OffReason.FIELD_UNKNOWN, f"weights: {file.path}: {error.strerror}")
+            # A name that was believed and cannot be verified may be a lie.
+            reason = OffReason.WEIGHTS_CHANGE if file.is_believed else OffReason.FIELD_UNKNOWN
+            self._fail(reason, f"weights: {file.path}: {error.strerror}")
             return
         if self._too_new(file, identity):
             self._fail(OffReason.WEIGHTS_CHANGE, _TOO_NEW.format(path=file.path))

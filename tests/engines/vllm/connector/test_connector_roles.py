@@ -304,7 +304,8 @@ class Features:
         position = SimpleNamespace(offset=3, length=20)
         self.mm_features = [SimpleNamespace(mm_position=position, identifier=identifier)]
         self.request_id = "image"
-        self.kv_transfer_params = self.prompt_embeds = self.lora_request = None
+        self.kv_transfer_params = self.prompt_embeds = None
+        self.lora_request: object = None
         self.resumable = self.skip_reading_prefix_cache = False
         self.cache_salt = salt
         self.all_token_ids = tokens(150)
@@ -334,3 +335,15 @@ def test_what_a_caller_names_wrongly_costs_that_request_alone(
     side._lookups.drop(tracker)
     assert tracker.no_load == refused
     assert not engine.connector._is_off
+
+
+def test_an_adapter_that_is_loaded_in_place_is_not_cached(toys: Toys) -> None:
+    """The engine may read its files anew at any time, so that nothing tells which bytes it has."""
+    engine = toys.start(options())
+    side = scheduler_of(engine)
+    engine.generate(tokens(20))
+    request = Features("x", "salt")
+    request.lora_request = SimpleNamespace(lora_path="/tmp", load_inplace=True)
+    engine.connector.on_new_request(request)
+    assert side._trackers.pop("image").no_load is MissReason.ADAPTER_UNKNOWN
+    assert side._adapters._thread is None, "it is not even looked for"
