@@ -46,3 +46,37 @@ def test_what_was_read_is_final() -> None:
     before = list(chain.keys)
     chain.extend(TOKENS[:5])
     assert (chain.keys, chain.token_count) == (before, len(TOKENS))
+
+
+@pytest.mark.parametrize("unreadable", [-1, 1 << 32, None])
+def test_a_token_without_a_name_ends_the_chain(unreadable: int | None) -> None:
+    """What stands before it has its names, and nothing raises in an engine's hook."""
+    whole, cut = Chain(ROOT, BLOCK, CHUNK), Chain(ROOT, BLOCK, CHUNK)
+    whole.extend(TOKENS)
+    for _ in range(2):
+        cut.extend([*TOKENS[:30], unreadable, *TOKENS[31:]])  # type: ignore[list-item]
+        assert (cut.token_count, cut.keys) == (30, whole.keys[:2])
+    cut.extend(TOKENS)
+    assert cut.keys == whole.keys
+
+
+def test_the_digest_of_one_block_is_made_once_and_grows_with_the_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chain = Chain(ROOT, BLOCK, CHUNK)
+    chain.extend(TOKENS[:20])
+    made: list[int] = []
+    digests = Chain.digests
+
+    def counted(self: Chain, chunk: int, blocks: int) -> list[bytes]:
+        made.append(chunk)
+        return digests(self, chunk, blocks)
+
+    monkeypatch.setattr(Chain, "digests", counted)
+    for _ in range(100):
+        assert chain.block_digest(4) == digests(chain, 1, 2)[1]
+        assert chain.block_digest(2) == chain.keys[0]
+    assert made == [1, 0]
+    chain.extend(TOKENS)
+    for block in range(len(TOKENS) // BLOCK):
+        assert chain.block_digest(block) == digests(chain, block // 3, block % 3 + 1)[-1]

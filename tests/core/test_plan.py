@@ -128,3 +128,20 @@ def test_a_lost_anchor_starts_again_from_the_root() -> None:
     store = plan(2 * CHUNK, next_chunk=1)
     answer(store, ask(store, 2 * CHUNK), DropReason.NOT_ANCHORED)
     assert ask(store, 2 * CHUNK).parent == store.chain.root
+
+
+def test_an_outcome_that_only_a_later_node_knows_is_a_failure() -> None:
+    store = plan(CHUNK)
+    answer(store, ask(store, CHUNK), "eaten_by_a_grue")
+    assert store.outcomes(PER_CHUNK, DropReason.TOO_OLD) == {DropReason.FAILED: PER_CHUNK}
+
+
+def test_what_may_not_be_copied_yet_stays_in_order() -> None:
+    store = plan(4 * CHUNK)
+    answer(store, ask(store, 4 * CHUNK), "", "", "", "")
+    due = store.take_storable(3 * CHUNK, lambda granted: granted.grant == 11)
+    assert [granted.grant for granted in due] == [11]
+    assert [granted.grant for granted in store.granted] == [10, 12, 13]
+    assert store.has_storable(CHUNK)
+    store.take_storable(3 * CHUNK)
+    assert not store.has_storable(3 * CHUNK)

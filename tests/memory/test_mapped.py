@@ -1,5 +1,6 @@
 """The regions of one worker: what it says of them, and what it makes up for after a silence."""
 
+import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -137,3 +138,42 @@ def test_a_region_offered_again_is_open_or_will_be(said: Said, slow: threading.E
     said.offer(1)
     assert said.next() == ("open", 1)
     assert said.regions.numbers() == [1]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs two processors")
+def test_populating_does_not_share_the_processor_of_the_thread_that_computes(
+    descriptors: list[int],
+) -> None:
+    """An engine binds its main thread to one core, and whoever that starts inherits this."""
+    used: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
+
+    def main_thread_of_a_worker() -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        regions = MappedRegions(
+            lambda _: used.put(os.sched_getaffinity(0)), lambda *_: None, lambda _: None
+        )
+        regions.offer(1, CELL_COUNT, CELL_BYTES, descriptors)
+        assert used.get(timeout=WAIT_S_MAX) == os.sched_getaffinity(os.getpid())
+        used.put(set())
+        regions.close(WAIT_S_MAX)
+
+    thread = threading.Thread(target=main_thread_of_a_worker)
+    thread.start()
+    thread.join()
+    assert used.get(timeout=WAIT_S_MAX) == set(), "kvtide-map populates on the bound core alone"
+
+
+def test_a_fault_while_one_region_is_populated_costs_that_one(
+    said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread goes on with the next."""
+
+    def fail(self: MappedRegion, stop: threading.Event) -> bool:
+        raise ValueError("a fault")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MappedRegion, "populate", fail)
+        said.offer(1)
+        assert said.next() == ("failed", 1)
+    said.offer(2)
+    assert said.next() == ("open", 2)

@@ -1,5 +1,6 @@
 """The engines' side of the socket: it heals by itself and never makes its owner wait."""
 
+import errno
 import os
 import signal
 import socket
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -422,3 +424,62 @@ def wait_counts(node: NodeProcess, name: str, value: int) -> dict[str, int]:
             return found
         time.sleep(0.01)
     raise AssertionError(found.get(name))
+
+
+def test_a_moment_without_descriptors_costs_an_attempt_not_the_thread(
+    runtime_dir: Path, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refusals_left = socket.socket, [1]
+
+    def no_descriptors(*arguments: Any, **more: Any) -> socket.socket:
+        if refusals_left[0]:
+            refusals_left[0] -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(link_module.socket, "socket", no_descriptors)
+    owner = Owner()
+    link = make_link(owner, Places(runtime_dir))
+    owner.wait("absent")
+    assert link.fault_count == 1
+
+
+def test_a_fault_that_comes_again_is_counted_each_time_and_said_once(
+    runtime_dir: Path,
+    make_link: MakeLink,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def no_descriptors(*_: Any, **__: Any) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(link_module.socket, "socket", no_descriptors)
+    link = make_link(Owner(), Places(runtime_dir))
+    wait_until(lambda: link.fault_count == 3, "three attempts")
+    assert [record.message for record in caplog.records if "given up" in record.message] == [
+        "kvtide: the connection to the node is given up, and made anew"
+    ]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs two processors")
+def test_a_link_does_not_share_the_processor_of_the_thread_that_made_it(
+    runtime_dir: Path, make_link: MakeLink
+) -> None:
+    used: list[set[int]] = []
+
+    class Noting(Owner):
+        def on_absent(self) -> None:
+            used.append(os.sched_getaffinity(0))
+            super().on_absent()
+
+    owner = Noting()
+
+    def bound() -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        make_link(owner, Places(runtime_dir))
+
+    thread = threading.Thread(target=bound)
+    thread.start()
+    thread.join()
+    owner.wait("absent")
+    assert used[0] == os.sched_getaffinity(os.getpid())

@@ -37,6 +37,8 @@ _ROOT_TAG = b"kvtide root"
 _BLOCK_TAG = b"kvtide block" + struct.pack("<I", FORMAT_VERSION)
 _COUNTS = struct.Struct("<II")
 _ITEM = struct.Struct("<iH")
+CONTENT_ID_BYTES_MAX = (1 << 16) - 1
+"""What the length of a content id has room for; longer ones name nothing here."""
 
 
 class Item(NamedTuple):

@@ -10,7 +10,7 @@ each engine tells it what is known and computed; `kvtide.testing` drives it with
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtide.core.chain import Chain, short
@@ -37,7 +37,9 @@ _NONE = b"\0"
 
 
 def _mark(outcome: str) -> bytes:
-    return bytes([OUTCOMES.index(outcome) + 1])
+    """The mark of an outcome; a word that only a later release knows is a failure like others."""
+    known = outcome if outcome in OUTCOMES else DropReason.FAILED
+    return bytes([OUTCOMES.index(known) + 1])
 
 
 def usable_blocks(matched_blocks: int, token_count: int, block_tokens: int) -> int:
@@ -210,12 +212,25 @@ class StorePlan:
 
     # ---- copying
 
-    def take_storable(self, storable_tokens: int) -> list[Granted]:
-        """The grants whose blocks are whole and computed by the end of this step."""
+    def has_storable(self, storable_tokens: int) -> bool:
+        """Whether `take_storable` has left something."""
+        end_block = storable_tokens // self.chain.block_tokens
+        return bool(self.granted) and self.granted[0].end_block <= end_block
+
+    def take_storable(
+        self, storable_tokens: int, may_copy: Callable[[Granted], bool] = lambda _: True
+    ) -> list[Granted]:
+        """The grants whose blocks are whole and computed by the end of this step.
+
+        Those that may not be copied yet stay, and are asked about again.
+        """
         due: list[Granted] = []
+        later: list[Granted] = []
         end_block = storable_tokens // self.chain.block_tokens
         while self.granted and self.granted[0].end_block <= end_block:
-            due.append(self.granted.popleft())
+            granted = self.granted.popleft()
+            (due if may_copy(granted) else later).append(granted)
+        self.granted.extendleft(reversed(later))
         return due
 
     def not_held(self, from_block: int) -> None:

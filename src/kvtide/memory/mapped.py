@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 
 from kvtide.errors import KVTideError
 from kvtide.memory.region import MappedRegion
+from kvtide.processors import leave_binding
 
 
 class _Mapping:
@@ -147,6 +148,7 @@ class MappedRegions:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        leave_binding()
         while (number := self._work.get()) is not None:
             with self._lock:
                 mapping = self._mappings.get(number)
@@ -160,10 +162,10 @@ class MappedRegions:
     def _populate(self, number: int, mapping: _Mapping) -> None:
         try:
             is_done = mapping.region.populate(mapping.stop)
-        except KVTideError as error:
+        except Exception as error:  # no memory, or a fault of ours: it costs this region alone
             with self._lock:
                 mapping.is_leaving = True
-            self._unmap(number, mapping, failure=str(error))
+            self._unmap(number, mapping, failure=str(error) or repr(error))
             return
         with self._lock:
             mapping.is_open = is_done and not mapping.is_leaving

@@ -38,6 +38,7 @@ from typing import Protocol
 from kvtide.bounds import HEARTBEAT_S, T_STOP_S
 from kvtide.core.messages import Bye, Message, Ping, Pong, Refused, Stopping, Welcome
 from kvtide.errors import WireError
+from kvtide.processors import leave_binding
 from kvtide.wire.frames import FrameReader, Outbox, encode, receive
 from kvtide.wire.peer import check_own
 
@@ -122,6 +123,9 @@ class Link:
         self._silent_questions = 0
         self._silent_pings = 0
         self._breaker_s = BREAKER_S_FIRST
+        self._fault = ""  # the one that was said last
+        self.fault_count = 0
+        """Sessions that ended, or never began, by a fault on our side."""
         self.stopped_on_purpose = False
 
     # ---- any thread
@@ -194,12 +198,14 @@ class Link:
     # ---- the link's thread
 
     def _run(self) -> None:
+        leave_binding()
         retry_s = SEEK_S
         while not self._stop.is_set():
             began_s = time.monotonic()
-            outcome = self._session()
+            outcome = self._attempt()
             if outcome == "up" and time.monotonic() - began_s >= RETRY_S_MAX:
                 retry_s = SEEK_S
+                self._fault = ""
             elif outcome == "refused":
                 retry_s = REFUSED_S
             elif outcome == "absent":
@@ -211,21 +217,46 @@ class Link:
         self._call(self._say_farewell)
         self._forget_node()
 
+    def _attempt(self) -> str:
+        """A session, whatever goes wrong in it: a fault costs this attempt, never the thread."""
+        try:
+            return self._session()
+        except Exception as error:  # no descriptors, no memory
+            self._note_fault(error)
+            return "lost"
+
+    def _note_fault(self, error: Exception) -> None:
+        """Count what ended a session or kept it from beginning; the same is said once."""
+        self.fault_count += 1
+        if repr(error) != self._fault:
+            self._fault = repr(error)
+            logger.error(
+                "kvtide: the connection to the node is given up, and made anew", exc_info=error
+            )
+
+    def _connected(self) -> socket.socket | str:
+        """A socket that leads to a node of our own user; or the outcome: "absent" or "lost"."""
+        with contextlib.ExitStack() as failed:
+            sock = failed.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            sock.settimeout(HEARTBEAT_S)
+            try:
+                sock.connect(self._path)
+                check_own(sock)
+            except WireError as error:
+                logger.warning("kvtide: %s", error)
+                return "lost"
+            except OSError as error:
+                # A node that is stopped listens all the same, until its queue is full.
+                is_there = isinstance(error, BlockingIOError | TimeoutError)
+                return "lost" if is_there else "absent"
+            failed.pop_all()
+            return sock
+
     def _session(self) -> str:
         """One connection from beginning to end: "absent", "refused", "lost", or "up"."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(HEARTBEAT_S)
-        try:
-            sock.connect(self._path)
-            check_own(sock)
-        except WireError as error:
-            sock.close()
-            logger.warning("kvtide: %s", error)
-            return "lost"
-        except OSError as error:
-            sock.close()
-            # A node that is stopped listens all the same, until its queue is full.
-            return "lost" if isinstance(error, BlockingIOError | TimeoutError) else "absent"
+        sock = self._connected()
+        if isinstance(sock, str):
+            return sock
         reader = FrameReader()
         was_up = False
         try:
@@ -240,8 +271,8 @@ class Link:
             self._serve(sock, reader)
         except (OSError, WireError) as error:
             logger.debug("kvtide: the connection to the node ended: %s", error)
-        except Exception:
-            logger.exception("kvtide: the connection to the node is given up, and made anew")
+        except Exception as error:
+            self._note_fault(error)
         finally:
             self._end(sock, reader)
             if was_up and self._owes_bye:

@@ -1,13 +1,16 @@
 """Digests of adapters: by content, in the background, and never again once files change."""
 
+import hashlib
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvtide.engines.vllm.file_digests import FileDigests
-from kvtide.engines.vllm.weights import AdapterDigests
+from kvtide.engines.vllm import adapters as adapters_module
+from kvtide.engines.vllm.adapters import CONFIRMED_S_MAX, IDLE_S_MAX, AdapterDigests
+from kvtide.engines.vllm.file_digests import FileDigests, FileIdentity
 from tests.engines.vllm.checkpoints import WAIT_S, HeldReads
 
 ANY_AGE_NS = 1 << 62
@@ -74,20 +77,79 @@ def test_every_byte_of_an_adapter_counts(
     assert adapter_digest(adapters, other) != adapter_digest(adapters, adapter)
 
 
+def until_unknown(adapters: AdapterDigests, path: Path) -> None:
+    """Ask until it is known no more: a look finds out within a moment."""
+    deadline_s = time.monotonic() + WAIT_S
+    while adapters.digest(str(path)) is not None:
+        assert time.monotonic() < deadline_s
+
+
+def distrusted(adapters: AdapterDigests, path: Path) -> None:
+    """Name it, and wait until it is known that it will never be known."""
+    deadline_s = time.monotonic() + WAIT_S
+    while adapters.digest(str(path)) is None:
+        adapter = adapters._adapters[str(path)]
+        if adapter.is_distrusted:
+            return
+        assert time.monotonic() < deadline_s
+    raise AssertionError(f"{path} is known")
+
+
+def a_snapshot_of(adapter: Path, directory: Path) -> Path:
+    """The adapter as a hub's cache holds it: the config by git's name, the weights by SHA-256."""
+    blobs, snapshot = directory / "blobs", directory / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in adapter.iterdir():
+        content = path.read_bytes()
+        name = hashlib.sha256(content).hexdigest()
+        if path.suffix == ".json":
+            name = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        (blobs / name).write_bytes(content)
+        (snapshot / path.name).symlink_to(blobs / name)
+    return snapshot
+
+
 def test_an_adapter_written_after_the_engines_start_is_never_known(
     adapter: Path, tmp_path: Path, digests: FileDigests
 ) -> None:
-    """The engine may hold older bytes; but a blob of a hub's cache is what its name says."""
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
-    blobs.mkdir()
-    snapshot.mkdir()
-    for number, path in enumerate(sorted(adapter.iterdir())):
-        (blobs / f"{number:040x}").write_bytes(path.read_bytes())
-        (snapshot / path.name).symlink_to(blobs / f"{number:040x}")
+    """The engine may hold older bytes; but a blob that holds what its name says was fetched."""
+    snapshot = a_snapshot_of(adapter, tmp_path / "hub")
     adapters = AdapterDigests(digests, min(p.stat().st_ctime_ns for p in adapter.iterdir()) - 1)
-    assert adapters.digest(str(adapter)) is None
-    assert len(adapter_digest(adapters, snapshot)) == 32  # read in turn, so the other was read too
-    assert adapters.digest(str(adapter)) is None
+    distrusted(adapters, adapter)
+    assert len(adapter_digest(adapters, snapshot)) == 32
+    adapters.close()
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_blob_written_through_its_link_after_the_engines_start_is_never_known(
+    name: str, adapter: Path, tmp_path: Path, digests: FileDigests
+) -> None:
+    """The engine has loaded the old bytes; the first request that names it comes later."""
+    snapshot = a_snapshot_of(adapter, tmp_path / "hub")
+    began_ns = max(path.stat().st_ctime_ns for path in snapshot.iterdir())
+    until_ns = began_ns + 50_000_000
+    while time.time_ns() < until_ns:
+        pass
+    with (snapshot / name).open("r+b") as file:
+        file.write(b" ")
+    adapters = AdapterDigests(digests, began_ns)
+    distrusted(adapters, snapshot)
+    adapters.close()
+
+
+def test_another_adapter_behind_the_same_link_is_never_known(
+    adapter: Path, tmp_path: Path, digests: FileDigests
+) -> None:
+    """Its files may be old: what counts is when the link came to lead to them."""
+    began_ns = max(path.stat().st_ctime_ns for path in adapter.iterdir())
+    until_ns = began_ns + 50_000_000
+    while time.time_ns() < until_ns:
+        pass
+    (tmp_path / "current").symlink_to(adapter)
+    adapters = AdapterDigests(digests, began_ns)
+    distrusted(adapters, tmp_path / "current")
+    assert len(adapter_digest(adapters, adapter)) == 32
     adapters.close()
 
 
@@ -99,23 +161,85 @@ def test_an_adapter_changed_in_place_is_never_known_again(
     weights = adapter / "adapter_model.safetensors"
     old = weights.read_bytes()
     weights.write_bytes(b"new")
-    assert adapters.digest(str(adapter)) is None
+    until_unknown(adapters, adapter)
     weights.write_bytes(old)
-    assert adapters.digest(str(adapter)) is None
+    distrusted(adapters, adapter)
 
 
 def test_an_adapter_that_is_not_a_directory_is_unknown(
     tmp_path: Path, adapters: AdapterDigests
 ) -> None:
-    assert adapters.digest("someone/adapter-on-the-hub") is None
-    assert adapters.digest(str(tmp_path)) is None
-    assert adapters._thread is None, "nothing was started for them"
+    for path in ("someone/adapter-on-the-hub", str(tmp_path), "~nobody-of-that-name/adapter"):
+        assert adapters.digest(path) is None
+    deadline_s = time.monotonic() + WAIT_S
+    while adapters._adapters:
+        assert time.monotonic() < deadline_s, "they stay in the table"
+
+
+# --- file systems that hang ------------------------------------------------------------------
+
+
+class Hanging:
+    """A file system whose calls do not come back until they are let go; and the time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.threads: set[str] = set()
+        self.go = threading.Event()
+        self.go.set()
+        real = FileIdentity.of
+
+        def of(path: Path) -> FileIdentity:
+            self.threads.add(threading.current_thread().name)
+            assert self.go.wait(WAIT_S)
+            return real(path)
+
+        monkeypatch.setattr(FileIdentity, "of", of)
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
+    found = Hanging(monkeypatch)
+    yield found
+    found.go.set()
+
+
+def test_a_file_system_that_hangs_costs_misses_and_no_waiting(
+    adapter: Path, digests: FileDigests, hanging: Hanging
+) -> None:
+    """What was confirmed within the last second still counts; what was not, does not."""
+    adapters = AdapterDigests(digests, ANY_AGE_NS, lambda: hanging.now_s)
+    digest = adapter_digest(adapters, adapter)
+    hanging.go.clear()
+    known = adapters._adapters[str(adapter)]
+    began_s = known.confirmed_s
+    hanging.now_s = began_s + CONFIRMED_S_MAX
+    assert adapters.digest(str(adapter)) == digest
+    hanging.now_s += 0.001
+    assert adapters.digest(str(adapter)) is None
+    hanging.go.set()
+    assert adapter_digest(adapters, adapter) == digest
+    assert hanging.threads == {"kvtide-adapters"}
+    adapters.close()
+
+
+def test_an_adapter_that_nobody_names_for_long_is_not_looked_at(
+    adapter: Path, digests: FileDigests, hanging: Hanging
+) -> None:
+    adapters = AdapterDigests(digests, ANY_AGE_NS, lambda: hanging.now_s)
+    digest = adapter_digest(adapters, adapter)
+    assert adapters._in_use()
+    hanging.now_s += IDLE_S_MAX + 1
+    assert not adapters._in_use()
+    assert adapters.digest(str(adapter)) is None, "and costs its next request a miss"
+    assert adapter_digest(adapters, adapter) == digest
+    adapters.close()
 
 
 def test_the_table_of_adapters_is_bounded(
     adapter: Path, adapters: AdapterDigests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtide.engines.vllm.weights.ADAPTERS_MAX", 1)
+    monkeypatch.setattr(adapters_module, "ADAPTERS_MAX", 1)
     adapter_digest(adapters, adapter)
     alias = adapter.parent / "alias"
     alias.symlink_to(adapter)

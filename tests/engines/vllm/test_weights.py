@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from kvtide.core.reasons import Off, OffReason
 from kvtide.engines.vllm import file_digests
 from kvtide.engines.vllm.file_digests import (
-    FileChanged,
     FileDigests,
     FileIdentity,
 )
@@ -26,14 +25,12 @@ from kvtide.engines.vllm.weights import (
     Known,
     LocalWeights,
     WeightsDigest,
-    combined_digest,
     process_began_ns,
     weight_files,
 )
 from tests.engines.vllm.checkpoints import (
     WAIT_S,
     HeldReads,
-    a_snapshot,
     digest_of,
     off_of,
     settled,
@@ -222,101 +219,6 @@ def test_dummy_weights_are_named_by_their_seed_and_config(digests: FileDigests) 
     assert len({digest(0, b"c"), digest(1, b"c"), digest(0, b"d"), digest(1, b" c")}) == 4
 
 
-# --- blobs -----------------------------------------------------------------------------------
-
-
-def test_a_blob_counts_by_its_name_before_it_is_read(tmp_path: Path, held: HeldReads) -> None:
-    content = b"weights" * 100
-    weights = WeightsDigest(LocalWeights(a_snapshot(tmp_path / "hub", content)), held)
-    weights.start()
-    expected = Known(combined_digest([hashlib.sha256(content).digest()]))
-    assert weights.wait(WAIT_S) == expected
-    assert held.began.wait(WAIT_S)
-    held.go.set()
-    assert weights.wait(WAIT_S, verified=True) == expected
-    weights.close()
-
-
-def test_a_blob_that_does_not_hold_what_its_name_says_turns_caching_off(
-    tmp_path: Path, held: HeldReads, digests: FileDigests
-) -> None:
-    snapshot = a_snapshot(tmp_path / "hub", b"other bytes", name="ab" * 32)
-    weights = WeightsDigest(LocalWeights(snapshot), held)
-    weights.start()
-    assert weights.wait(WAIT_S) == Known(combined_digest([bytes.fromhex("ab" * 32)]))
-    held.go.set()
-    state = weights.wait(WAIT_S, verified=True)
-    weights.close()
-    assert isinstance(state, Off)
-    assert state.reason is OffReason.WEIGHTS_CHANGE
-    assert "model.safetensors" in state.detail
-    assert off_of(snapshot, digests) == state, "a later start knows at once"
-
-
-def test_a_verified_blob_is_not_read_again(
-    tmp_path: Path, digests: FileDigests, reads: list[str]
-) -> None:
-    snapshot = a_snapshot(tmp_path / "hub", b"weights")
-    digest_of(snapshot, digests)
-    digest_of(snapshot, digests)
-    assert len(reads) == 1
-
-
-@pytest.mark.parametrize("name", ["ab" * 20, "AB" * 32, "model.safetensors"])
-def test_a_blob_with_another_kind_of_name_is_read_first(
-    name: str, tmp_path: Path, held: HeldReads
-) -> None:
-    weights = WeightsDigest(LocalWeights(a_snapshot(tmp_path / "hub", b"w", name)), held)
-    weights.start()
-    assert held.began.wait(WAIT_S)
-    assert isinstance(weights.poll(), Hashing)
-    held.go.set()
-    assert weights.wait(WAIT_S) == Known(combined_digest([hashlib.sha256(b"w").digest()]))
-    weights.close()
-
-
-def test_files_that_nothing_is_known_of_are_read_before_blobs(
-    tmp_path: Path, digests: FileDigests, reads: list[str]
-) -> None:
-    """The digest waits for them alone."""
-    snapshot = a_snapshot(tmp_path / "hub", b"weights")
-    (snapshot / "unnamed.safetensors").write_bytes(b"more")
-    settled(WeightsDigest(LocalWeights(snapshot), digests, thread_count=1))
-    assert reads == ["unnamed.safetensors", hashlib.sha256(b"weights").hexdigest()]
-
-
-class OneIsWritten(HeldReads):
-    """The file `written` is found changing; reads of others end only when they are let go."""
-
-    def read(
-        self,
-        path: Path,
-        stopped: Callable[[], bool] = lambda: False,
-        progress: Callable[[int], None] = lambda _: None,
-    ) -> tuple[FileIdentity, bytes]:
-        if path.name == "written.safetensors":
-            assert self.began.wait(WAIT_S)
-            raise FileChanged(str(path))
-        return super().read(path)
-
-
-def test_off_is_final_whatever_another_thread_finds_later(tmp_path: Path) -> None:
-    snapshot = a_snapshot(tmp_path / "hub", b"weights")
-    blob = tmp_path / "hub" / "blobs" / hashlib.sha256(b"more").hexdigest()
-    blob.write_bytes(b"more")
-    (snapshot / "written.safetensors").symlink_to(blob)
-    held = OneIsWritten(tmp_path / "cache")
-    weights = WeightsDigest(LocalWeights(snapshot), held)
-    weights.start()
-    while not isinstance(weights.poll(), Off):
-        pass
-    held.go.set()
-    weights.close(WAIT_S)
-    state = weights.poll()
-    assert isinstance(state, Off)
-    assert "written.safetensors is being written" in state.detail
-
-
 # --- while files are read --------------------------------------------------------------------
 
 
@@ -366,13 +268,6 @@ def test_a_file_changed_after_the_engine_began_turns_caching_off(
     assert isinstance(state, Off)
     assert state.reason is OffReason.WEIGHTS_CHANGE
     assert isinstance(settled(WeightsDigest(local, digests, unchanged_since_ns=newest_ns)), Known)
-
-
-def test_a_new_blob_is_fine_because_the_engine_may_have_fetched_it(
-    tmp_path: Path, digests: FileDigests
-) -> None:
-    snapshot = LocalWeights(a_snapshot(tmp_path / "hub", b"weights"))
-    assert isinstance(settled(WeightsDigest(snapshot, digests, unchanged_since_ns=0)), Known)
 
 
 def test_the_start_of_a_process_is_known_to_a_tenth_of_a_second() -> None:

@@ -7,13 +7,14 @@ from typing import Any
 from kvtide.clock import Clock
 from kvtide.config import Config
 from kvtide.core.reasons import Off, OffReason
+from kvtide.engines.vllm.adapters import AdapterDigests
 from kvtide.engines.vllm.facts import page_places, worker_facts
 from kvtide.engines.vllm.file_digests import FileDigests
 from kvtide.engines.vllm.identity import engine_fields
 from kvtide.engines.vllm.scheduler import SchedulerSide
 from kvtide.engines.vllm.session import EngineIdentity, EngineSession
 from kvtide.engines.vllm.support import engine_weights, unsupported
-from kvtide.engines.vllm.weights import AdapterDigests, WeightsDigest, process_began_ns
+from kvtide.engines.vllm.weights import WeightsDigest, process_began_ns
 from kvtide.engines.vllm.worker import WorkerSide
 from kvtide.memory.probe import kernel_features
 from kvtide.movers.host import HostMover

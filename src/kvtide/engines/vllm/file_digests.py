@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import stat
 import threading
@@ -34,7 +35,12 @@ KEPT_MAX = 4096
 SETTLE_NS = 2_000_000_000
 """A file changed so shortly before it was read is not kept: file systems have coarse clocks."""
 
+GIT_BYTES_MAX = 16 * MiB
+"""Files that a hub keeps in git itself, and names by git's digest, are smaller."""
+
 _KEPT_BYTES_MAX = 4096
+_SHA256_NAME = re.compile(r"[0-9a-f]{64}")
+_GIT_NAME = re.compile(r"[0-9a-f]{40}")
 
 
 class FileIdentity(NamedTuple):
@@ -66,6 +72,41 @@ class FileChanged(KVTideError):
     """A file was written while it was read, twice."""
 
 
+def blob_of(path: Path) -> Path | None:
+    """The Hugging Face blob that this file of a snapshot stands for, if it does: its link leads to
+    `../../blobs/<name>`, and the name is made from the content."""
+    if not path.is_symlink():
+        return None
+    blob = path.resolve()
+    return blob if blob.parent.name == "blobs" else None
+
+
+def claimed_digest(path: Path) -> bytes | None:
+    """The SHA-256 that the name of a blob promises; small files' names promise another digest."""
+    blob = blob_of(path)
+    return bytes.fromhex(blob.name) if blob and _SHA256_NAME.fullmatch(blob.name) else None
+
+
+def is_written_behind_link(path: Path) -> bool:
+    """Whether a blob was written after its link was made: a download makes the link last."""
+    return path.stat().st_mtime_ns > path.lstat().st_mtime_ns
+
+
+def holds_its_name(path: Path, digest: bytes) -> bool:
+    """Whether the file, whose SHA-256 this is, is a blob that holds what its name says.
+
+    Large files are named by their SHA-256, small ones by git's digest of them.
+    """
+    blob = blob_of(path)
+    if blob is None or not _GIT_NAME.fullmatch(blob.name):
+        return blob is not None and blob.name == digest.hex()
+    if blob.stat().st_size > GIT_BYTES_MAX:
+        return False
+    content = blob.read_bytes()
+    named = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
+    return named.hexdigest() == blob.name and hashlib.sha256(content).digest() == digest
+
+
 def lower_priority() -> None:
     """Make the calling thread the last to get a processor (on Linux this is per thread)."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -85,16 +126,26 @@ class FileDigests:
 
     def find(self, identity: FileIdentity) -> bytes | None:
         """The digest of the file with this identity, if it was read before."""
+        kept = self._kept(identity)
+        return kept[1] if kept is not None and kept[0] == identity else None
+
+    def was_otherwise(self, identity: FileIdentity) -> bool:
+        """Whether this inode was read before in another state: it may have been written since."""
+        kept = self._kept(identity)
+        return kept is not None and kept[0] != identity
+
+    def _kept(self, identity: FileIdentity) -> tuple[FileIdentity, bytes] | None:
+        """What was read last of the inode with this identity, in the state that it had then."""
         try:
             with self._place(identity).open("rb", buffering=0) as file:
                 status = os.fstat(file.fileno())
                 if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
                     return None
                 kept = json.loads(file.read(_KEPT_BYTES_MAX))
-            digest = bytes.fromhex(kept["sha256"])
+            then, digest = FileIdentity(*kept["identity"]), bytes.fromhex(kept["sha256"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return digest if kept == _record(identity, digest) else None
+        return (then, digest) if kept == _record(then, digest) else None
 
     def read(
         self,

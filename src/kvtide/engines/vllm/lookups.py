@@ -85,8 +85,11 @@ class Lookups:
 
     def _probe(self, tracker: Tracker, question: Question, match: m.Match) -> bool:
         """Ask for the blocks of the chunk behind a match; whether that could be sent."""
-        chain = tracker.chain
+        chain, root = tracker.chain, tracker.root
         assert chain is not None
+        assert root is not None
+        if not self._register(root):  # the node may have forgotten it behind many others
+            return False
         blocks = _usable(tracker) - match.chunks * chain.blocks_per_chunk
         probe = m.Probe(
             self._number(),

@@ -12,6 +12,7 @@ state here belongs to the scheduler's thread. A step costs nothing for requests 
 to load or store: one dictionary lookup and two comparisons.
 """
 
+import logging
 import secrets
 import time
 from typing import Any
@@ -23,14 +24,16 @@ from kvtide.core.chain import Chain
 from kvtide.core.instances import ROOTS_MAX
 from kvtide.core.keys import root_key, salt_digest
 from kvtide.core.plan import StorePlan, cut_runs, usable_blocks
-from kvtide.core.reasons import MissReason
+from kvtide.core.reasons import MissReason, OffReason
+from kvtide.engines.vllm.adapters import AdapterDigests
 from kvtide.engines.vllm.lookups import Lookups
 from kvtide.engines.vllm.metadata import LoadJob, StepPlan
 from kvtide.engines.vllm.session import EngineIdentity, EngineSession, Session
 from kvtide.engines.vllm.stores import Stores
 from kvtide.engines.vllm.tracker import Load, Tracker, items_of, refusal
-from kvtide.engines.vllm.weights import AdapterDigests
 from kvtide.metrics import Counters
+
+logger = logging.getLogger("vllm.kvtide")
 
 EPOCH_BYTES = 16
 
@@ -59,6 +62,7 @@ class SchedulerSide:
         self._roots: set[bytes] = set()
         self._fingerprint = b""
         self._next_number = 1
+        self._unreadable = ""  # what was said last of a request that has no name
         self.counters = Counters()
         self._stats: dict[str, int] = {}
         self._lookups = Lookups(
@@ -79,31 +83,46 @@ class SchedulerSide:
         self._take_in()
         tracker = Tracker(request=request, arrived_s=time.monotonic())
         self._trackers[request.request_id] = tracker
-        tracker.no_load = refusal(request, self._settings)
+        tracker.no_load = self._name(tracker)
         if tracker.no_load is not None:
             return
-        root = self._root(request)
-        if isinstance(root, MissReason):
-            tracker.no_load = root
-            return
-        identity, tracker.root = self._identity, root
-        tracker.chain = Chain(
-            root.root, identity.block_tokens, identity.chunk_tokens, items_of(request)
-        )
-        if not identity.may_load:
+        if not self._identity.may_load:
             tracker.no_load = MissReason.ROLE
         elif request.skip_reading_prefix_cache:
             tracker.no_load = MissReason.SKIP_READING
         else:
             self._lookups.ask(tracker)
 
+    def _name(self, tracker: Tracker) -> MissReason | None:
+        """Begin the request's chain; or why it has none.
+
+        Salts and ids are a caller's: whatever is wrong with them costs this request.
+        """
+        request, identity = tracker.request, self._identity
+        try:
+            refused = refusal(request, self._settings)
+            root = refused or self._root(request)
+            if isinstance(root, MissReason):
+                return root
+            items = items_of(request)
+            chain = Chain(root.root, identity.block_tokens, identity.chunk_tokens, items)
+        except Exception as error:
+            if repr(error) != self._unreadable:
+                self._unreadable = repr(error)
+                logger.exception("kvtide: a request that cannot be named is served uncached")
+            return MissReason.UNREADABLE
+        tracker.root, tracker.chain = root, chain
+        return None
+
     def _root(self, request: Any) -> m.RegisterRoot | MissReason:
         """The root key of a request, and what a node must know of it; or why there is none."""
         if not self._fingerprint:
             return MissReason.NODE_GONE
-        adapter = b""
-        if request.lora_request is not None:
-            digest = self._adapters.digest(request.lora_request.lora_path)
+        adapter, lora = b"", request.lora_request
+        if lora is not None:
+            # One to be loaded in place may be read anew by the engine at any time.
+            is_reread = getattr(lora, "load_inplace", False)
+            digest = None if is_reread else self._adapters.digest(lora.lora_path)
             if digest is None:
                 return MissReason.ADAPTER_UNKNOWN
             adapter = digest
@@ -133,6 +152,7 @@ class SchedulerSide:
         """Take in what the node has said; a new session voids what was asked before."""
         if self._link.session is not self._session:
             self._session_changed(self._link.session)
+        self._void_wrong_loads()
         for answer, arrived_ms in self._link.take_answers(wait_s):
             match answer:
                 case m.StoreAnswer():
@@ -141,6 +161,13 @@ class SchedulerSide:
                     self._lookups.pending(number)
                 case m.Match():
                     self._lookups.matched(answer, arrived_ms)
+
+    def _void_wrong_loads(self) -> None:
+        """Where our weights are not what they seemed, what is being loaded is not theirs."""
+        if self._loads and self._link.session is None:
+            off = self._link.off
+            if off is not None and off.reason is OffReason.WEIGHTS_CHANGE:
+                self.void_loads()
 
     def _session_changed(self, session: Session | None) -> None:
         self._session = session
@@ -328,6 +355,7 @@ class SchedulerSide:
         Returns those whose report must be held back: the cache was reset while they loaded, so all
         of their blocks must fail. They are loaded again, from nowhere, which fails in a step.
         """
+        self._void_wrong_loads()
         held_back: set[str] = set()
         for load in self._loads.values() if failed_blocks else ():
             load.failed.update(failed_blocks.intersection(load.block_ids))

@@ -110,7 +110,9 @@ class EngineSession:
         self._counts: dict[str, int] = {}
         self._facts: m.Workers | None = None
         self._welcome: m.Welcome | None = None
-        self._sent: bytes | None = None  # the fingerprint, or b"" for an off, last said
+        self._sent = b""  # the fingerprint last said on this connection; b"" where we are off
+        self._claimed = b""  # the one last said on any
+        self._said_off: OffReason | None = None  # on this connection, after the fingerprint
         self._said_digests: tuple[bytes, ...] | None = None
         self._line = ""
         self.last_grant = 0
@@ -236,7 +238,7 @@ class EngineSession:
             self.last_grant = 0
         self._welcome = welcome
         self._facts = None
-        self._sent = None
+        self._sent, self._said_off = b"", None
         self._said_digests = None
         with self._arrived:
             self._returned += self._returned_last
@@ -299,7 +301,7 @@ class EngineSession:
 
     def on_refused(self, refused: m.Refused) -> None:
         """Another version, or an engine_id that is in use: off until that changes."""
-        self._turn_off(Off(OffReason(refused.reason), refused.detail))
+        self._turn_off(_off_of(refused.reason, refused.detail))
 
     def on_absent(self) -> None:
         """No node: start one, unless settings or `kvtide stop` forbid it."""
@@ -345,16 +347,25 @@ class EngineSession:
         if isinstance(fields, Off):
             self._identify_as_off(facts, fields)
             return
-        self._sent = fingerprint(fields)
+        self._sent = self._claimed = fingerprint(fields)
+        self._said_off = None
         shown = {name: _shown(field) for name, field in fields.items()}
         identity = self._message(self._sent, b"".join(digests), shown, facts.cell_bytes, None)
         self._link.send(identity)
 
     def _identify_as_off(self, facts: m.Workers, off: Off) -> None:
+        """Say why we are off, once for each reason.
+
+        Weights that were not what they seemed: what was stored under their fingerprint is wrong,
+        so that is named, and the node makes it unreachable.
+        """
         self._turn_off(off)
-        if self._sent != b"":
-            self._sent = b""
-            self._link.send(self._message(b"", b"", {}, facts.cell_bytes, off))
+        if off.reason == self._said_off:
+            return
+        self._sent = b""
+        value = self._claimed if off.reason is OffReason.WEIGHTS_CHANGE else b""
+        if self._link.send(self._message(value, b"", {}, facts.cell_bytes, off)):
+            self._said_off = off.reason
 
     def _weights_digests(self) -> tuple[bytes, ...] | Off:
         digests = []
@@ -406,7 +417,7 @@ class EngineSession:
 
     def _serving(self, off_reason: str, off_detail: str) -> None:
         if off_reason:
-            self._turn_off(Off(OffReason(off_reason), off_detail))
+            self._turn_off(_off_of(off_reason, off_detail))
             return
         welcome, value = self._welcome, self._sent
         if welcome is None or not value:
@@ -433,6 +444,14 @@ class EngineSession:
         if line != self._line:
             self._line = line
             logger.info("%s", line)
+
+
+def _off_of(reason: str, detail: str) -> Off:
+    """What a node says; a word that only a later release knows is kept as text."""
+    try:
+        return Off(OffReason(reason), detail)
+    except ValueError:
+        return Off(OffReason.WIRE_VERSION, f"the node says {reason}: {detail}")
 
 
 def _agreed(facts: list[dict[str, Any]]) -> dict[str, FieldValue] | Off:

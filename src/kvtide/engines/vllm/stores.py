@@ -8,6 +8,10 @@ Who owns a block is asked of the engine's cache manager when a copy is planned, 
 Of a request that is gone, its last block list is kept, with the last step in which it owned them;
 every block given out is noted with its step, so a block is intact exactly if it was not given out
 after that step, or only in this very step, whose forward is still to come.
+
+Copies hold up the engine's main thread: a step copies no more than `COPIED_STEPS` steps compute,
+and what is due beyond that comes in the next. Of ended requests what would be lost by waiting
+is copied all the same: blocks that this step gives out, and whatever is left at their deadline.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,6 +33,9 @@ ANSWER_MS_MAX = T_ANSWER_MS
 """T_answer: how long an ended request waits for a grant."""
 AHEAD_STEPS = 2
 """Grants are asked for at most so many step budgets ahead of what is computed."""
+COPIED_STEPS = 2
+"""Step budgets whose blocks are copied in one step, one chunk at least: as fast as blocks are
+computed, and as much again for what a restarted node has lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,9 @@ class Stores:
         self._asking: dict[int, StorePlan] = {}
         self._left: list[_Left] = []
         self._due: list[StoreJob] = []
+        copied_tokens = max(COPIED_STEPS * identity.step_tokens, identity.chunk_tokens)
+        self._copied_blocks_max = copied_tokens // identity.block_tokens
+        self._may_copy_blocks = self._copied_blocks_max  # in this step
         self._rescues: list[StoreJob] = []
 
     def bind(self, kv_cache_manager: Any) -> None:
@@ -115,6 +125,8 @@ class Stores:
         if not tracker.prefill_end_block and storable_tokens >= request.num_prompt_tokens:
             tracker.prefill_end_block = storable_tokens // self._identity.block_tokens
         self._plan_owned(tracker, store)
+        if store.has_storable(storable_tokens):
+            return  # the next steps have enough to copy
         has_tail = store.tail_end_block < tracker.prefill_end_block
         horizon = self._horizon(tracker, storable_tokens)
         if has_tail or horizon // self._identity.chunk_tokens > store.next_chunk:
@@ -214,17 +226,35 @@ class Stores:
 
     # ---- planning
 
+    def _is_within_step(self, granted: Granted) -> bool:
+        """Whether this step may still copy these blocks; then they count."""
+        blocks = granted.run[2]
+        is_within = blocks <= self._may_copy_blocks
+        # What is too much ends the step's copies: no later grant overtakes an earlier one.
+        self._may_copy_blocks -= blocks if is_within else self._may_copy_blocks
+        return is_within
+
     def _plan_owned(self, tracker: Tracker, store: StorePlan) -> None:
-        due = store.take_storable(tracker.storable_tokens) if store.granted else []
+        if not store.granted or not self._may_copy_blocks:
+            return
+        due = store.take_storable(tracker.storable_tokens, self._is_within_step)
         if due:
             block_ids: list[int] = self._manager.get_block_ids(tracker.request.request_id)[0]
             for granted in due:
                 store.mark(granted.first_block, granted.end_block, PLANNED)
                 self._due.append(_job(granted, block_ids))
 
-    def _rescue(self, left: _Left) -> None:
+    def _rescue(self, left: _Left, *, is_late: bool) -> None:
         """Copy blocks whose owner is gone, where nobody can have written them yet."""
-        for granted in left.store.take_storable(left.storable_tokens):
+        if not left.store.granted:
+            return
+        given = set(self._giving)
+
+        def may_copy(granted: Granted) -> bool:
+            is_lost_else = is_late or not given.isdisjoint(_job(granted, left.blocks).block_ids)
+            return self._is_within_step(granted) or is_lost_else
+
+        for granted in left.store.take_storable(left.storable_tokens, may_copy):
             job = _job(granted, left.blocks)
             outcome: str = PLANNED
             if all(self._is_intact(block_id, left.last_step) for block_id in job.block_ids):
@@ -247,11 +277,12 @@ class Stores:
             self._given[block_id] = self._step
         self._giving.clear()
         self._step += 1
+        self._may_copy_blocks = self._copied_blocks_max
 
     def _plan_left(self, left: _Left) -> None:
-        self._rescue(left)
-        self._ask_last(left)
         is_late = self._clock.now_ms() - left.left_ms >= ANSWER_MS_MAX
+        self._rescue(left, is_late=is_late or not self._link.is_usable)
+        self._ask_last(left)
         if is_late or not left.store.is_waiting or not self._link.is_usable:
             self._finish(left)
 

@@ -6,7 +6,7 @@ from typing import Any
 from kvtide.config import EngineConfig
 from kvtide.core import messages as m
 from kvtide.core.chain import Chain
-from kvtide.core.keys import Item
+from kvtide.core.keys import CONTENT_ID_BYTES_MAX, Item
 from kvtide.core.plan import StorePlan
 from kvtide.core.reasons import MissReason
 
@@ -67,8 +67,7 @@ class Load:
         """Whether this block of another request, whose chunk has the same parent, is in it."""
         if not self.first_block <= block < self.end_block:
             return False
-        chunk, index = divmod(block, chain.blocks_per_chunk)
-        return self.chain.digests(chunk, index + 1)[-1] == chain.digests(chunk, index + 1)[-1]
+        return self.chain.block_digest(block) == chain.block_digest(block)
 
 
 @dataclass(slots=True)
@@ -140,7 +139,8 @@ def refusal(request: Any, settings: EngineConfig) -> MissReason | None:
     if request.resumable:
         return MissReason.STREAMING
     trusted = request.cache_salt or settings.multimodal_ids == "trusted"
-    if request.mm_features and not trusted:
+    features = request.mm_features or ()
+    if features and not (trusted and all(_content_id(feature) for feature in features)):
         return MissReason.MULTIMODAL
     return None
 
@@ -148,6 +148,18 @@ def refusal(request: Any, settings: EngineConfig) -> MissReason | None:
 def items_of(request: Any) -> list[Item]:
     """The multimodal items of a request, in order."""
     return [
-        Item(feature.mm_position.offset, feature.mm_position.length, feature.identifier.encode())
+        Item(feature.mm_position.offset, feature.mm_position.length, _content_id(feature))
         for feature in sorted(request.mm_features or (), key=lambda f: f.mm_position.offset)
     ]
+
+
+def _content_id(feature: Any) -> bytes:
+    """What names an item's content; empty where that is no text, or longer than a name may be.
+
+    It may be the caller's own.
+    """
+    try:
+        content_id: bytes = feature.identifier.encode()
+    except (AttributeError, UnicodeError):
+        return b""
+    return content_id if len(content_id) <= CONTENT_ID_BYTES_MAX else b""

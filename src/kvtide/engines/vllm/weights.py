@@ -4,26 +4,28 @@ The digest is the SHA-256 of the sorted list of the SHA-256 of each weight file 
 reads. Every byte counts; names and places do not, so a model copied elsewhere has the same digest.
 The engine never waits for it:
 
-    start() ─► list files ─► each file:  named by its SHA-256 (a Hugging Face blob)
-                                              ─► counts at once, read behind that
-                                         read at an earlier start, unchanged ─► counts at once
+    start() ─► list files ─► each file:  read at an earlier start, unchanged ─► counts at once
+                                         named by its SHA-256 (a Hugging Face blob), and nothing
+                                         known contradicts that ─► counts at once, read behind it
                                          else ─► read now
     poll()  ─► Hashing(…) … Known(digest)          or Off: a file cannot be read, changes, or lies
+
+A blob may be written through the link of a snapshot (`save_pretrained` follows links). So its name
+counts unread only if it is older than the engine, not written after its link was made, and its
+inode was never read in another state. Where a name is a lie after all, the engine goes off with
+`weights_change`, and names the fingerprint under which what it stored must not be found.
 
 Rejected: hashing in the workers (they are busy loading, and only the scheduler role needs it), and
 a digest of the model's name and revision (says nothing of a directory).
 
 Ownership: of WeightsDigest, `_files` is made by the first thread, which then starts the others; a
 file belongs to the thread that took it from `_queue`; results, `_state`, `_threads` and the byte
-counts change under `_lock`. Of AdapterDigests, `_adapters` changes under `_lock`. Their creator
-calls everything else; `close` joins the threads.
+counts change under `_lock`. Its creator calls everything else; `close` joins the threads.
 """
 
 import hashlib
 import json
 import os
-import queue
-import re
 import threading
 import time
 from collections import deque
@@ -34,17 +36,16 @@ from typing import TypeAlias
 
 from kvtide.core.reasons import Off, OffReason
 from kvtide.engines.vllm.file_digests import (
+    SETTLE_NS,
     FileChanged,
     FileDigests,
     FileIdentity,
     ReadStopped,
+    claimed_digest,
+    is_written_behind_link,
     lower_priority,
 )
-
-ADAPTERS_MAX = 1024
-"""Adapters an engine may name; those beyond are not cached, so that no caller grows the table."""
-
-_BLOB_NAME = re.compile(r"[0-9a-f]{64}")
+from kvtide.processors import leave_binding
 
 _PATTERNS: dict[str, tuple[str, ...]] = {
     "hf": ("*.safetensors", "*.bin", "*.pt"),
@@ -58,7 +59,6 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
 
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 _TOO_NEW = "{path} changed after the engine began; start it again"
-_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +160,13 @@ class _File:
     identity: FileIdentity
     claimed: bytes | None
     digest: bytes | None
+    is_believed: bool
+    """Its name counts before it is read."""
+
+    @property
+    def counting(self) -> bytes | None:
+        """The digest that counts now."""
+        return self.claimed if self.digest is None and self.is_believed else self.digest
 
 
 class WeightsDigest:
@@ -245,6 +252,7 @@ class WeightsDigest:
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """The boundary of each thread: whatever goes wrong in it turns caching off, by name."""
+        leave_binding()
         lower_priority()
         try:
             work()
@@ -261,14 +269,14 @@ class WeightsDigest:
             return
         # Files that nothing is known of come first: the digest waits for them alone.
         unread = sorted(
-            (file for file in files if file.digest is None), key=lambda file: bool(file.claimed)
+            (file for file in files if file.digest is None), key=lambda file: file.is_believed
         )
         with self._lock:
             self._files = files
             self._queue.extend(unread)
             self._began_s = time.monotonic()
             self._total_bytes = sum(
-                file.identity.size_bytes for file in unread if file.claimed is None
+                file.identity.size_bytes for file in unread if not file.is_believed
             )
         self._conclude()
         for _ in range(min(self._thread_count, len(unread)) - 1):
@@ -283,14 +291,23 @@ class WeightsDigest:
         files = []
         for path in paths:
             identity = FileIdentity.of(path)
-            file = _File(path, identity, _claimed(path), self._digests.find(identity))
+            claimed = claimed_digest(path)
+            is_believed = claimed is not None and self._is_believable(path, identity)
+            file = _File(path, identity, claimed, self._digests.find(identity), is_believed)
             if self._too_new(file, identity):
                 return Off(OffReason.WEIGHTS_CHANGE, _TOO_NEW.format(path=path))
             files.append(file)
         return tuple(files)
 
+    def _is_believable(self, path: Path, identity: FileIdentity) -> bool:
+        """Whether nothing says that a blob may have been written since it got its name."""
+        since_ns = self._unchanged_since_ns
+        is_young = since_ns is not None and identity.ctime_ns > since_ns - SETTLE_NS
+        is_written = is_written_behind_link(path) or self._digests.was_otherwise(identity)
+        return not is_young and not is_written
+
     def _too_new(self, file: _File, identity: FileIdentity) -> bool:
-        """A blob may be new: the engine may just have fetched it, and its name says what it is."""
+        """A blob may be new, if it holds what it is called: the engine may have fetched it."""
         since_ns = self._unchanged_since_ns
         return file.claimed is None and since_ns is not None and identity.ctime_ns > since_ns
 
@@ -306,7 +323,7 @@ class WeightsDigest:
             self._rest()
 
     def _read(self, file: _File) -> None:
-        progress = self._progress if file.claimed is None else lambda _: None
+        progress = (lambda _: None) if file.is_believed else self._progress
         try:
             identity, digest = self._digests.read(file.path, self._stop.is_set, progress)
         except ReadStopped:
@@ -315,7 +332,9 @@ class WeightsDigest:
             self._fail(OffReason.WEIGHTS_CHANGE, f"{file.path} is being written")
             return
         except OSError as error:
-            self._fail(OffReason.FIELD_UNKNOWN, f"weights: {file.path}: {error.strerror}")
+            # A name that was believed and cannot be verified may be a lie.
+            reason = OffReason.WEIGHTS_CHANGE if file.is_believed else OffReason.FIELD_UNKNOWN
+            self._fail(reason, f"weights: {file.path}: {error.strerror}")
             return
         if self._too_new(file, identity):
             self._fail(OffReason.WEIGHTS_CHANGE, _TOO_NEW.format(path=file.path))
@@ -334,8 +353,7 @@ class WeightsDigest:
         if lie is not None:
             self._fail(OffReason.WEIGHTS_CHANGE, f"{lie} does not hold what its name says")
             return
-        digests = [file.digest or file.claimed for file in self._files]
-        known = [digest for digest in digests if digest is not None]
+        known = [file.counting for file in self._files if file.counting is not None]
         if len(known) == len(self._files):
             self._settle(Known(combined_digest(known)))
 
@@ -356,122 +374,5 @@ class WeightsDigest:
             self._lock.notify_all()
 
 
-def _claimed(path: Path) -> bytes | None:
-    """The SHA-256 that the name of a Hugging Face blob promises: `../../blobs/<64 hex digits>`."""
-    name = _blob(path)
-    return bytes.fromhex(name) if name is not None and _BLOB_NAME.fullmatch(name) else None
-
-
-def _blob(path: Path) -> str | None:
-    """The name of the Hugging Face blob that this file of a snapshot stands for, if it does."""
-    if not path.is_symlink():
-        return None
-    blob = path.resolve()
-    return blob.name if blob.parent.name == "blobs" else None
-
-
 def _lies(file: _File) -> bool:
     return None not in (file.claimed, file.digest) and file.claimed != file.digest
-
-
-@dataclass(slots=True)
-class _Adapter:
-    """One adapter directory; `identities` are those of its files when it was first named."""
-
-    files: tuple[Path, ...]
-    identities: tuple[FileIdentity, ...]
-    distrusted: bool
-    digest: bytes | None = None
-
-
-class AdapterDigests:
-    """Digests of LoRA directories: config and weights by content, found in the background.
-
-    The engine loads an adapter before any request names it to us, and may load it anew in place.
-    So one whose files have changed since the engine's start is never known: the engine may hold
-    the old bytes or the new ones, and nothing tells which. Only blobs of a Hugging Face cache may
-    be younger: what their names stand for never changes.
-    """
-
-    def __init__(self, digests: FileDigests, unchanged_since_ns: int) -> None:
-        """`unchanged_since_ns`: the engine's start on the realtime clock, `process_began_ns()`."""
-        self._digests = digests
-        self._unchanged_since_ns = unchanged_since_ns
-        self._lock = threading.Lock()
-        self._adapters: dict[str, _Adapter] = {}
-        self._queue: queue.SimpleQueue[_Adapter | None] = queue.SimpleQueue()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def digest(self, path: str) -> bytes | None:
-        """The digest (32 bytes) of the adapter at this path, or None: not known yet, or never.
-
-        Called for each request with an adapter, on the scheduler's thread: costs a `stat` of two
-        files and never reads one.
-        """
-        try:
-            files = _adapter_files(Path(path).expanduser())
-            identities = tuple(FileIdentity.of(file) for file in files)
-        except (OSError, RuntimeError):
-            return None
-        with self._lock:
-            adapter = self._adapters.get(path)
-            if adapter is None:
-                if files and len(self._adapters) < ADAPTERS_MAX and not self._stop.is_set():
-                    self._begin(path, _Adapter(files, identities, self._is_new(files, identities)))
-                return None
-            if (adapter.files, adapter.identities) != (files, identities):
-                adapter.distrusted = True
-            return None if adapter.distrusted else adapter.digest
-
-    def _is_new(self, files: tuple[Path, ...], identities: tuple[FileIdentity, ...]) -> bool:
-        return any(
-            identity.ctime_ns > self._unchanged_since_ns and _blob(file) is None
-            for file, identity in zip(files, identities, strict=True)
-        )
-
-    def close(self, timeout_s: float = 1.0) -> None:
-        """Stop reading and join the thread."""
-        self._stop.set()
-        self._queue.put(None)
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-
-    def _begin(self, path: str, adapter: _Adapter) -> None:
-        self._adapters[path] = adapter
-        self._queue.put(adapter)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvtide-adapters", daemon=True)
-            self._thread.start()
-
-    def _run(self) -> None:
-        lower_priority()
-        while (adapter := self._queue.get()) is not None:
-            try:
-                digest = self._content_digest(adapter)
-            except (ReadStopped, FileChanged, OSError):
-                digest = None
-            with self._lock:
-                adapter.digest = digest
-                adapter.distrusted |= digest is None
-
-    def _content_digest(self, adapter: _Adapter) -> bytes | None:
-        """Names count here: they say which bytes are the config and which the weights."""
-        whole = hashlib.sha256()
-        for path, identity in zip(adapter.files, adapter.identities, strict=True):
-            digest = self._digests.find(identity)
-            if digest is None:
-                read, digest = self._digests.read(path, self._stop.is_set)
-                if read != identity:
-                    return None
-            whole.update(b"%b\0%b" % (path.name.encode(), digest))
-        return whole.digest()
-
-
-def _adapter_files(directory: Path) -> tuple[Path, ...]:
-    """What vLLM reads of an adapter: its config and the first kind of weights that is there."""
-    for name in _ADAPTER_WEIGHTS:
-        weights = directory / name
-        if weights.is_file():
-            return (directory / "adapter_config.json", weights)
-    return ()

@@ -35,6 +35,7 @@ from kvtide.memory.mapped import MappedRegions
 from kvtide.memory.region import MappedRegion
 from kvtide.metrics import Counters
 from kvtide.movers.base import CellPlace, Mover
+from kvtide.processors import processors_of_process, use_processors
 from kvtide.wire.link import Link
 from kvtide.wire.places import Places
 
@@ -222,9 +223,13 @@ class WorkerSide:
 
     def _store(self, job: StoreJob) -> None:
         with self._lock:
-            if self._connection != job.connections[self._facts.shard_index]:
-                return  # granted on another connection: the node has taken it back already
             self._held.add(job.grant)
+            is_ours = self._connection == job.connections[self._facts.shard_index]
+        if not is_ours:
+            # A connection before ours: the node has taken it back, and ignores this. One that the
+            # node has taken, and our link's thread not yet: only our word ends the grant.
+            self._answer(m.Stored(job.grant, False))
+            return
         is_ok = False
         try:
             with self._regions.using({job.run[0]}) as regions:
@@ -357,26 +362,3 @@ def _split(
             else:
                 known.append((block_id, CellPlace(region.cells, cell)))
     return known, failed
-
-
-def processors_of_process() -> set[int]:
-    """The processors that any thread of this process may use.
-
-    The engine binds each of its threads to one processor, and a new thread inherits the binding of
-    the one that made it: without this, all mover threads would share the main thread's.
-    """
-    found: set[int] = set()
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            found |= os.sched_getaffinity(int(thread))
-        except OSError:
-            continue
-    return found or os.sched_getaffinity(0)
-
-
-def use_processors(processors: set[int]) -> None:
-    """Let this thread run on these processors."""
-    try:
-        os.sched_setaffinity(0, processors)
-    except OSError as error:
-        logger.debug("kvtide: a mover thread keeps its processor: %s", error)

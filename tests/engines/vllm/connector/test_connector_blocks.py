@@ -1,10 +1,11 @@
 """Blocks that have changed hands: copied while they still hold what was computed, else dropped."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
+from kvtide.engines.vllm.metadata import StoreJob
 from kvtide.testing.vllm_toy import ToyEngine, ToyOptions
 from tests.engines.vllm.connector.toys import (
     Toys,
@@ -14,6 +15,7 @@ from tests.engines.vllm.connector.toys import (
     scheduler_of,
     tokens,
     until,
+    workers_of,
 )
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("patient")]
@@ -147,3 +149,26 @@ def test_preempted_and_admitted_in_one_step(toys: Toys) -> None:
     for request_id, prompt in zip(ids, prompts, strict=True):
         whole = [*prompt, *engine.results[request_id].tokens]
         assert found_right(toys, engine, whole) == own_hit(len(whole), len(whole) - 1)
+
+
+def test_a_step_copies_no_more_than_two_steps_compute(toys: Toys) -> None:
+    """A node was emptied: what the engine still has is stored again, without stalling it."""
+    engine = toys.start(ToyOptions(block_count=256, step_tokens=64))
+    prompt = tokens(3_000)
+    assert_right(engine.generate(prompt), 1)
+    toys.rest(engine)
+    toys.node.clear()
+    copied: list[int] = []
+    (side,) = workers_of(engine)
+    store_all = side._store_all
+
+    def counted(jobs: Sequence[StoreJob]) -> None:
+        copied.append(sum(len(job.block_ids) for job in jobs))
+        store_all(jobs)
+
+    side._store_all = counted
+    request_id = engine.add([*prompt, *tokens(20)], 60)
+    engine.run()
+    assert_right(engine.results[request_id], 60)
+    assert max(copied) * BLOCK <= 2 * 64
+    assert found_right(toys, engine, prompt) == own_hit(3_000, 3_000)

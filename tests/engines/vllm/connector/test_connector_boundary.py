@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvtide.core import messages as m
+from kvtide.core.reasons import Off, OffReason
 from kvtide.engines.vllm.metadata import LoadJob, StepPlan
 from kvtide.testing.vllm_toy import ToyEngine, ToyOptions
 from tests.engines.vllm.connector.toys import (
@@ -223,3 +224,63 @@ def test_shutdown_at_any_moment(alone: Toys) -> None:
             engine.close()
         engine.run()
         alone.engines.remove(engine)
+
+
+def test_a_reason_that_only_a_later_node_knows_is_said_as_it_came(alone: Toys) -> None:
+    """It raised on the link's thread, which then came back every few seconds to hear it again."""
+    engine = alone.start(OPTIONS)
+    link = scheduler_of(engine)._link
+    for hear in (
+        lambda: link.on_message(m.Serving("moon_phase", "waning"), []),
+        lambda: link.on_refused(m.Refused("moon_phase", "waning")),
+    ):
+        link.off = None
+        hear()
+        assert link.off.reason is OffReason.WIRE_VERSION
+        assert "moon_phase: waning" in link.off.detail
+
+
+def test_weights_that_are_not_what_they_seemed_void_loads_and_name_the_fingerprint(
+    alone: Toys,
+) -> None:
+    """A blob did not hold what its name says: what it has loaded and stored so far is wrong."""
+    engine = alone.start(OPTIONS)
+    prompt = stored(alone, engine, 100)
+    link = scheduler_of(engine)._link
+    send, said = link._link.send, []
+
+    def noted(message: Any) -> bool:
+        said.append(message)
+        return bool(send(message))
+
+    link._link.send = noted
+    before = link.session.fingerprint
+    engine.load_weights(1)
+    with held_loads(engine):
+        request_id = engine.add(prompt, 3)
+        while not scheduler_of(engine)._loads:
+            engine.step()
+        link._identity.weights[0]._state = Off(OffReason.WEIGHTS_CHANGE, "a blob lies")
+        until("it is off", lambda: link.session is None)
+        engine.step()
+    engine.run()
+    assert_right(engine.results[request_id], 3, weights=1)
+    until("it is said", lambda: any(isinstance(one, m.Identity) for one in said))
+    (identity,) = (one for one in said if isinstance(one, m.Identity))
+    assert (identity.off_reason, identity.fingerprint) == (OffReason.WEIGHTS_CHANGE, before)
+    (shown,) = alone.node.status()["engines"]
+    assert "weights_change" in str(shown)
+    assert not engine.connector._is_off
+
+
+def test_each_reason_for_being_off_is_said(alone: Toys) -> None:
+    """Weights that are being read end as something else, which the node must hear too."""
+    engine = alone.start(OPTIONS)
+    link = scheduler_of(engine)._link
+    weights = link._identity.weights[0]
+    for reason in (OffReason.WEIGHTS_HASHING, OffReason.WEIGHTS_CHANGE):
+        weights._state = Off(reason, "")
+        until(
+            f"the node shows {reason}",
+            lambda reason=reason: str(reason) in str(alone.node.status()["engines"]),
+        )

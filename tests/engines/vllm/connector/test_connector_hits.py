@@ -5,6 +5,7 @@ byte of KV changes every token behind it.
 """
 
 import itertools
+import uuid
 from typing import Any
 
 import pytest
@@ -82,13 +83,16 @@ def test_a_hit_equals_the_engines_own_at_every_length(
 def test_later_turns_hit_as_in_an_engine_that_forgets_nothing(
     toys: Toys, chunk_blocks: int, step_tokens: int, is_async: bool
 ) -> None:
-    """Conversations grow by what was generated and asked; one engine forgets between turns."""
+    """Conversations grow by what was generated and asked; one engine forgets between turns.
+
+    Each has a salt: what follows one token of a toy is the same for all who begin with it.
+    """
     engine = toys.start(options(chunk_blocks, step_tokens, is_async=is_async))
     twin = toys.start(options(chunk_blocks, step_tokens, is_async=is_async, connector=False))
     for first in range(1, 3 * BLOCK, 5):
-        prompt = tokens(first)
+        prompt, salt = tokens(first), uuid.uuid4().hex
         for turn, count in enumerate((BLOCK - 1, 3, chunk_blocks * BLOCK + 1, 1)):
-            result, own = engine.generate(prompt, count), twin.generate(prompt, count)
+            result, own = (one.generate(prompt, count, salt=salt) for one in (engine, twin))
             assert_right(result, count)
             assert result.hit == own.local, (first, turn)
             assert result.local == 0, "the engine forgot"

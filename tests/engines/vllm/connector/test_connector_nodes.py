@@ -4,6 +4,7 @@ Outputs are right all the time, no hook waits beyond its bound, and hits resume 
 """
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from kvtide.core import messages as m
 from kvtide.testing.vllm_toy import ToyEngine, ToyOptions
 from tests.engines.vllm.connector.toys import (
+    WAIT_S_MAX,
     Node,
     Toys,
     assert_right,
@@ -23,6 +26,7 @@ from tests.engines.vllm.connector.toys import (
     stored,
     tokens,
     until,
+    workers_of,
 )
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -206,4 +210,30 @@ def test_stopped_before_a_hook(toys: Toys, node: Node, at: int, is_async: bool) 
     finally:
         if hooks.name:
             stopped.__exit__(None, None, None)
+    heals(toys, engine)
+
+
+def test_a_grant_that_comes_before_the_workers_welcome_is_answered(
+    toys: Toys, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node knows that the worker is back, and the worker's link has not told it yet."""
+    engine = toys.start(OPTIONS)
+    stored(toys, engine, 70)
+    (side,) = workers_of(engine)
+    gate, on_up, before = threading.Event(), side.on_up, side._connection
+
+    def late(welcome: m.Welcome) -> None:
+        assert gate.wait(WAIT_S_MAX)
+        on_up(welcome)
+
+    monkeypatch.setattr(side, "on_up", late)
+    with side._link._lock:
+        side._link._sock.shutdown(socket.SHUT_RDWR)
+    until("it has said hello", lambda: side._connection is None)
+    toys.wait_open(engine)
+    assert_right(engine.generate(tokens(70)), 1)
+    assert not toys.node.is_at_rest(), "nothing was granted meanwhile"
+    gate.set()
+    until("it is welcome", lambda: side._connection not in (None, before))
+    until("its grants are answered", toys.node.is_at_rest)
     heals(toys, engine)

@@ -1,10 +1,13 @@
 """Which requests and engines load, which store, what they share, and with how many workers."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvtide.core.keys import CONTENT_ID_BYTES_MAX
+from kvtide.core.reasons import MissReason
 from kvtide.testing.toy_engine import generated
 from kvtide.testing.vllm_toy import VOCABULARY, ToyEngine, ToyOptions, ToyWorker
 from tests.engines.vllm.connector.toys import (
@@ -292,3 +295,55 @@ def test_counts_add_up(toys: Toys) -> None:
     assert sum(value for name, value in taken.items() if name.startswith("tokens.")) == wanted
     assert taken["tokens.external"] > 0
     assert taken["tokens.local"] > 0
+
+
+class Features:
+    """A request with an image, as it comes to `on_new_request`."""
+
+    def __init__(self, identifier: object, salt: object) -> None:
+        position = SimpleNamespace(offset=3, length=20)
+        self.mm_features = [SimpleNamespace(mm_position=position, identifier=identifier)]
+        self.request_id = "image"
+        self.kv_transfer_params = self.prompt_embeds = None
+        self.lora_request: object = None
+        self.resumable = self.skip_reading_prefix_cache = False
+        self.cache_salt = salt
+        self.all_token_ids = tokens(150)
+        self.num_tokens = 150
+
+
+@pytest.mark.parametrize(
+    ("identifier", "salt", "refused"),
+    [
+        ("x" * CONTENT_ID_BYTES_MAX, "salt", None),
+        ("x" * (CONTENT_ID_BYTES_MAX + 1), "salt", MissReason.MULTIMODAL),
+        ("\ud800", "salt", MissReason.MULTIMODAL),
+        ("", "salt", MissReason.MULTIMODAL),
+        (None, "salt", MissReason.MULTIMODAL),
+        ("x", 5, MissReason.UNREADABLE),
+    ],
+)
+def test_what_a_caller_names_wrongly_costs_that_request_alone(
+    toys: Toys, identifier: object, salt: object, refused: MissReason | None
+) -> None:
+    """An id of any length may come with an image: it must not turn caching off for all."""
+    engine = toys.start(options())
+    side = scheduler_of(engine)
+    engine.generate(tokens(20))  # so that the session is taken in
+    engine.connector.on_new_request(Features(identifier, salt))
+    tracker = side._trackers.pop("image")
+    side._lookups.drop(tracker)
+    assert tracker.no_load == refused
+    assert not engine.connector._is_off
+
+
+def test_an_adapter_that_is_loaded_in_place_is_not_cached(toys: Toys) -> None:
+    """The engine may read its files anew at any time, so that nothing tells which bytes it has."""
+    engine = toys.start(options())
+    side = scheduler_of(engine)
+    engine.generate(tokens(20))
+    request = Features("x", "salt")
+    request.lora_request = SimpleNamespace(lora_path="/tmp", load_inplace=True)
+    engine.connector.on_new_request(request)
+    assert side._trackers.pop("image").no_load is MissReason.ADAPTER_UNKNOWN
+    assert side._adapters._thread is None, "it is not even looked for"

@@ -1,4 +1,4 @@
-"""Which blocks of a request that is gone may still be copied, as `Stores` decides it.
+"""Which blocks are copied in which step, also of a request that is gone, as `Stores` decides it.
 
 Its neighbours are stubs: a node that answers when told to, and no engine.
 """
@@ -13,7 +13,7 @@ from kvtide.core import messages as m
 from kvtide.core.chain import Chain
 from kvtide.core.plan import StorePlan
 from kvtide.engines.vllm.metadata import StepPlan
-from kvtide.engines.vllm.stores import Stores
+from kvtide.engines.vllm.stores import ANSWER_MS_MAX, Stores
 from kvtide.metrics import Counters
 
 BLOCK = 16
@@ -100,3 +100,96 @@ def test_nor_is_one_that_this_step_names_again(scene: Scene) -> None:
     scene.step(gives=[BLOCK_ID])
     assert scene.step(gives=[BLOCK_ID], is_answered=True) == []
     assert scene.link.returned == [GRANT]
+
+
+class Long:
+    """A request of many chunks that are all computed and granted: a node has lost them."""
+
+    CHUNKS = 9
+    PER_STEP = 2  # chunks: two step budgets of one chunk
+
+    def __init__(self) -> None:
+        self.link = Link()
+        self.now_ms = 0
+        clock: Any = SimpleNamespace(now_ms=lambda: self.now_ms)
+        identity: Any = SimpleNamespace(block_tokens=BLOCK, chunk_tokens=CHUNK, step_tokens=CHUNK)
+        self.blocks = list(range(100, 100 + 4 * self.CHUNKS))
+        self.stores = Stores(
+            identity,
+            self.link,  # type: ignore[arg-type]
+            iter(range(1, 100)).__next__,
+            lambda root: True,
+            clock,
+            Counters(),
+        )
+        self.stores.bind(SimpleNamespace(get_block_ids=lambda _: [self.blocks]))
+        count = self.CHUNKS * CHUNK
+        request = SimpleNamespace(
+            request_id="long",
+            all_token_ids=list(range(count)),
+            num_tokens=count,
+            num_prompt_tokens=count,
+            num_computed_tokens=count,
+        )
+        self.store = StorePlan(Chain(bytes(32), BLOCK, CHUNK))
+        self.tracker: Any = SimpleNamespace(
+            store=self.store,
+            root=object(),
+            request=request,
+            storable_tokens=count,
+            prefill_end_block=4 * self.CHUNKS,
+        )
+        self.stores.admitted(self.tracker)
+        (offer,) = self.link.sent
+        assert isinstance(offer, m.StoreOffer)
+        runs = [(1, 4 * chunk, 4, 5) for chunk in range(self.CHUNKS)]
+        grants = list(range(1, self.CHUNKS + 1))
+        self.stores.answered(m.StoreAnswer(offer.number, [""] * self.CHUNKS, grants, runs, [3]))
+
+    def step(self, gives: list[int]) -> list[int]:
+        """The grants that one step copies."""
+        if self.tracker.store is not None:
+            self.stores.computed(self.tracker)
+        self.stores.given_out(gives)
+        plan = StepPlan()
+        self.stores.plan(plan)
+        return [job.grant for job in [*plan.stores, *plan.rescues]]
+
+    def end(self) -> None:
+        """The request ends; its blocks are free."""
+        self.stores.left(self.tracker, self.CHUNKS * CHUNK, self.blocks, has_ended=True)
+
+
+def test_a_step_copies_no_more_than_two_steps_compute() -> None:
+    """And nothing is lost by it: the rest follows, in order."""
+    long = Long()
+    assert [long.step([]) for _ in range(6)] == [[1, 2], [3, 4], [5, 6], [7, 8], [9], []]
+    assert long.link.returned == []
+
+
+def test_so_it_is_behind_the_end_of_the_request() -> None:
+    """Steps go on for it until nothing is left."""
+    long = Long()
+    long.step([])
+    long.end()
+    assert [long.step([]) for _ in range(3)] == [[3, 4], [5, 6], [7, 8]]
+    assert long.stores.has_work
+    assert long.step([]) == [9]
+    assert not long.stores.has_work
+    assert long.link.returned == []
+
+
+def test_what_this_step_gives_out_is_copied_beyond_that() -> None:
+    long = Long()
+    long.end()
+    assert long.step([long.blocks[-1], long.blocks[-5]]) == [1, 2, 8, 9]
+    assert long.step([]) == [3, 4]
+
+
+def test_at_the_deadline_of_an_ended_request_all_of_it_is_copied() -> None:
+    long = Long()
+    long.end()
+    assert long.step([]) == [1, 2]
+    long.now_ms += ANSWER_MS_MAX
+    assert long.step([]) == [3, 4, 5, 6, 7, 8, 9]
+    assert not long.stores.has_work

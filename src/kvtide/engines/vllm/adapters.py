@@ -1,0 +1,252 @@
+"""Digests of LoRA adapters: config and weights by content, found and confirmed in the background.
+
+    digest(path)  ─► not known yet: None, and a look is asked for
+                  └► known, and found unchanged within the last second ─► the digest
+
+The engine loads an adapter before any request names it to us, and may load it anew. So one whose
+files have changed since the engine's start is never known: the engine may hold the old bytes or
+the new ones, and nothing tells which. Only blobs of a Hugging Face cache may be younger, if they
+hold what their names say: the engine may just have fetched them.
+
+A file system may hang, and requests must not wait for it: everything that asks one is done by the
+thread here. An adapter in use is looked at again and again; one that nobody has named for long is
+not, and costs its next request a miss.
+
+Ownership: `_adapters`, and of an adapter what `digest` reads, under `_lock`; its files and their
+identities belong to the thread.
+"""
+
+import hashlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtide.engines.vllm.file_digests import (
+    FileChanged,
+    FileDigests,
+    FileIdentity,
+    ReadStopped,
+    blob_of,
+    holds_its_name,
+    lower_priority,
+)
+from kvtide.processors import leave_binding
+
+logger = logging.getLogger("vllm.kvtide")
+
+ADAPTERS_MAX = 1024
+"""Adapters an engine may name; those beyond are not cached, so that no caller grows the table."""
+CONFIRMED_S_MAX = 1.0
+"""So old may be the look that found an adapter unchanged."""
+LOOK_S = 0.25
+"""How often an adapter in use is looked at: a few system calls."""
+IDLE_S_MAX = 600.0
+"""An adapter that was not named for so long is not in use."""
+
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+
+
+@dataclass(slots=True)
+class _Adapter:
+    """One adapter directory.
+
+    Attributes:
+        path: as requests name it.
+        used_s: when one did last.
+        confirmed_s: when the last look began that found it as the first one did.
+        is_distrusted: for ever: the engine may hold other bytes than there are now.
+        digest: of what the first look found, once it was read.
+        files: what the engine reads of it, at the first look.
+        identities: of those files.
+    """
+
+    path: str
+    used_s: float
+    confirmed_s: float = -math.inf
+    is_distrusted: bool = False
+    digest: bytes | None = None
+    files: tuple[Path, ...] = ()
+    identities: tuple[FileIdentity, ...] = ()
+
+
+class AdapterDigests:
+    """The digests of all adapters that requests name."""
+
+    def __init__(
+        self,
+        digests: FileDigests,
+        unchanged_since_ns: int,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`unchanged_since_ns`: the engine's start on the realtime clock, `process_began_ns()`."""
+        self._digests = digests
+        self._unchanged_since_ns = unchanged_since_ns
+        self._clock_s = clock_s
+        self._lock = threading.Lock()
+        self._adapters: dict[str, _Adapter] = {}
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._looked_s = -math.inf
+        self._thread: threading.Thread | None = None
+
+    def digest(self, path: str) -> bytes | None:
+        """The digest (32 bytes) of the adapter at this path, or None: not known now, or never.
+
+        Called for each request with an adapter, on the scheduler's thread; asks no file system.
+        """
+        now_s = self._clock_s()
+        with self._lock:
+            adapter = self._adapters.get(path)
+            if adapter is None:
+                if len(self._adapters) < ADAPTERS_MAX and not self._stop.is_set():
+                    self._adapters[path] = _Adapter(path, now_s)
+                    self._begin()
+                return None
+            adapter.used_s = now_s
+            if adapter.is_distrusted:
+                return None
+            if now_s - adapter.confirmed_s > CONFIRMED_S_MAX:
+                self._wake.set()
+                return None
+            return adapter.digest
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Stop reading and join the thread; one that hangs in a file system is left behind."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _begin(self) -> None:
+        self._wake.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvtide-adapters", daemon=True)
+            self._thread.start()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        leave_binding()
+        lower_priority()
+        while not self._stop.is_set():
+            self._wake.clear()
+            self._look_at_all()
+            unread = self._next_unread()
+            if unread is not None:
+                self._guarded(unread, self._read)
+            else:
+                self._wake.wait(LOOK_S if self._in_use() else None)
+
+    def _in_use(self) -> list[_Adapter]:
+        oldest_s = self._clock_s() - IDLE_S_MAX
+        with self._lock:
+            return [
+                adapter
+                for adapter in self._adapters.values()
+                if not adapter.is_distrusted and adapter.used_s >= oldest_s
+            ]
+
+    def _next_unread(self) -> _Adapter | None:
+        unread = (one for one in self._in_use() if one.files and one.digest is None)
+        return next(unread, None)
+
+    def _guarded(self, adapter: _Adapter, work: Callable[[_Adapter], None]) -> None:
+        """The boundary: what goes wrong with one adapter costs that one."""
+        try:
+            work(adapter)
+        except ReadStopped:
+            return
+        except Exception as error:
+            if not isinstance(error, FileChanged | OSError):
+                logger.exception("kvtide: adapter %s is not cached", adapter.path)
+            with self._lock:
+                adapter.is_distrusted = True
+
+    def _look_at_all(self) -> None:
+        """Look at all that are in use and were not looked at just now."""
+        self._looked_s = self._clock_s()
+        for adapter in self._in_use():
+            if self._clock_s() - adapter.confirmed_s >= LOOK_S and not self._stop.is_set():
+                self._guarded(adapter, self._look)
+
+    def _look(self, adapter: _Adapter) -> None:
+        """Is it as it was? The first time: what is it?"""
+        began_s = self._clock_s()
+        try:
+            files = _adapter_files(Path(adapter.path).expanduser())
+            identities = tuple(FileIdentity.of(file) for file in files)
+        except (OSError, RuntimeError):
+            files = identities = ()
+        is_first = not adapter.files
+        is_young = is_first and self._is_young(files, identities)
+        with self._lock:
+            if not files:
+                if is_first:  # no adapter, or not here: the table is for those that are
+                    del self._adapters[adapter.path]
+                return
+            if is_first:
+                adapter.files, adapter.identities = files, identities
+            is_same = (adapter.files, adapter.identities) == (files, identities)
+            adapter.is_distrusted |= is_young or not is_same
+            adapter.confirmed_s = began_s
+
+    def _is_young(self, files: tuple[Path, ...], identities: tuple[FileIdentity, ...]) -> bool:
+        """Whether the engine may hold older bytes than there are, whatever the names say.
+
+        Of a link counts also when it was made: another one may have stood in its place.
+        """
+        directory = files[0].parent if files else None
+        if directory is not None and directory.is_symlink() and self._is_link_new(directory):
+            return True
+        return any(
+            blob_of(file) is None and self._is_new(file, identity)
+            for file, identity in zip(files, identities, strict=True)
+        )
+
+    def _is_new(self, file: Path, identity: FileIdentity) -> bool:
+        return identity.ctime_ns > self._unchanged_since_ns or self._is_link_new(file)
+
+    def _is_link_new(self, path: Path) -> bool:
+        return path.lstat().st_ctime_ns > self._unchanged_since_ns
+
+    def _read(self, adapter: _Adapter) -> None:
+        digest = self._content_digest(adapter)
+        with self._lock:
+            adapter.digest = digest
+            adapter.is_distrusted |= digest is None
+
+    def _content_digest(self, adapter: _Adapter) -> bytes | None:
+        """Names count here: they say which bytes are the config and which the weights.
+
+        None where a file is not the one that was looked at, or a young blob not what it is called.
+        """
+        whole = hashlib.sha256()
+        for path, identity in zip(adapter.files, adapter.identities, strict=True):
+            digest = self._digests.find(identity)
+            if digest is None:
+                read, digest = self._digests.read(path, self._stopped)
+                if read != identity:
+                    return None
+            if self._is_new(path, identity) and not holds_its_name(path, digest):
+                return None
+            whole.update(b"%b\0%b" % (path.name.encode(), digest))
+        return whole.digest()
+
+    def _stopped(self) -> bool:
+        """Asked every few MiB of a read: time to look after the other adapters, too."""
+        if self._clock_s() - self._looked_s >= LOOK_S:
+            self._look_at_all()
+        return self._stop.is_set()
+
+
+def _adapter_files(directory: Path) -> tuple[Path, ...]:
+    """What vLLM reads of an adapter: its config and the first kind of weights that is there."""
+    for name in _WEIGHTS:
+        weights = directory / name
+        if weights.is_file():
+            return (directory / "adapter_config.json", weights)
+    return ()
