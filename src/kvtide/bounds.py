@@ -12,6 +12,10 @@ T_ANSWER_MS = 250
 millisecond; this is what a machine that swaps or is out of processors may add."""
 T_LOAD_MS = 2_000
 """T_load: extra wait of one request for external data that makes no progress."""
+T_PUT_MS = 10_000
+"""T_put: life of one queued store, and of one grant that nobody answers."""
+T_START_MS = 10_000
+"""T_start: start with nobody there."""
 T_STOP_S = 10.0
 """T_stop of a node: service managers and container runtimes kill after this at the earliest."""
 T_STOP_CONNECTOR_S = 2.0

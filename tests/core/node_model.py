@@ -48,9 +48,12 @@ prompts = st.builds(
 class NodeModel(RuleBasedStateMachine):
     """One node, its engines, and what is truly in its memory."""
 
+    lately = 8
+    """So many of the last prompts are looked up again."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(HOST_BYTES)
+        self.world = self.make_world()
         self.actors: dict[str, Actor] = {}
         self.memory: dict[tuple[int, int, int], tuple[int, Content]] = {}
         """(region, cell, shard) -> generation under which it was written, and what."""
@@ -60,6 +63,9 @@ class NodeModel(RuleBasedStateMachine):
         """For each model, what was offered."""
         self.moved = 0
         self.matches = 0
+
+    def make_world(self) -> World:
+        return World(HOST_BYTES)
 
     # ---- picking
 
@@ -289,7 +295,7 @@ class NodeModel(RuleBasedStateMachine):
             actor = self.serving(which)
             if actor is None or not self.offered[actor.fingerprint]:
                 return
-            lately = self.offered[actor.fingerprint][-8:]
+            lately = self.offered[actor.fingerprint][-self.lately :]
             tokens, salt = lately[back % len(lately)]
             more = [9] * (BLOCK_TOKENS * cut)
             self.ask(actor, (tokens + more)[: len(tokens) + BLOCK_TOKENS * cut], salt)
@@ -419,8 +425,7 @@ class NodeModel(RuleBasedStateMachine):
     @precondition(lambda self: self.complete)
     def clear(self, salt: str | None, is_all: bool) -> None:
         """By salt, or all; also what engines stored that are gone."""
-        self.world.machine.clear(None if is_all else salt_digest(salt))
-        self.world.machine.check_integrity()
+        self.world.clear(None if is_all else salt_digest(salt))
         engines = [Engine(self.world, "of the shape", **shape) for shape in SHAPES]
         roots = {engine.root_of(s) for engine in engines for s in (SALTS if is_all else [salt])}
         self.complete = {block for block in self.complete if block[0] not in roots}

@@ -140,34 +140,43 @@ def test_another_engine_ends_none_of_mine(world: World, engine: Engine) -> None:
     assert world.machine.leases.counts("other") == (0, 0)
 
 
-def test_above_three_quarters_of_the_host_answers_carry_no_lease(
+def test_above_its_share_of_the_host_an_engines_answers_carry_no_lease(
     world: World, engine: Engine
 ) -> None:
-    """Sixteen chunks, twelve of which may be pinned: stores still find room, loads still come."""
+    """Sixteen chunks, of which one engine may pin eight and both twelve: stores still find room,
+    loads still come, and one that stands still leaves the other some."""
+    other = Engine(world, "other").start()
     fill(engine, first=1)
-    matches = [engine.lookup(prompt(part), keeps=True) for part in range(1, 17)]
-    leases = [match.lease for match in matches if isinstance(match, m.Match)]
-    assert [lease > 0 for lease in leases] == [True] * 12 + [False] * 4
-    assert all(isinstance(match, m.Match) and match.chunks == 1 for match in matches)
+
+    def leases_of(one: Engine) -> list[int]:
+        matches = [one.lookup(prompt(part), keeps=True) for part in range(1, 17)]
+        assert all(isinstance(match, m.Match) and match.chunks == 1 for match in matches)
+        return [match.lease for match in matches if isinstance(match, m.Match)]
+
+    leases = leases_of(engine)
+    assert [lease > 0 for lease in leases] == [True] * 8 + [False] * 8
+    others = leases_of(other)
+    assert [lease > 0 for lease in others] == [True] * 12 + [False] * 4, "shared ones cost nothing"
     assert fill(engine) == [""] * 16
     engine.say(m.LeaseRelease(leases[0]))
+    other.say(m.LeaseRelease(others[0]))
     assert leased(engine, prompt(2)).lease
 
 
 def test_a_prefix_that_many_requests_share_is_pinned_once(world: World, engine: Engine) -> None:
-    """Eight of sixteen chunks are one prompt of all; each request goes on in its own way."""
-    shared = range(1, 9)
+    """Six of sixteen chunks are one prompt of all; each request goes on in its own way."""
+    shared = range(1, 7)
     engine.store(prompt(*shared[:4]))
     engine.store(prompt(*shared))
     for part in (20, 21):
         engine.store(prompt(*shared, part))
     leases = [leased(engine, prompt(*shared)).lease for _ in range(48)]
-    assert world.machine.leases.pinned_bytes == 8 * CHUNK_BYTES
+    assert world.machine.leases.pinned_bytes == 6 * CHUNK_BYTES
     ends = [leased(engine, prompt(*shared, part)).lease for part in (20, 21, 21)]
-    assert world.machine.leases.pinned_bytes == 10 * CHUNK_BYTES
+    assert world.machine.leases.pinned_bytes == 8 * CHUNK_BYTES
     for lease in [*leases, ends[0]]:
         engine.say(m.LeaseRelease(lease))
-    assert world.machine.leases.pinned_bytes == 9 * CHUNK_BYTES
+    assert world.machine.leases.pinned_bytes == 7 * CHUNK_BYTES
     world.tick(after_ms=LEASE_MS)
     assert world.machine.leases.pinned_bytes == 0
 
@@ -211,9 +220,10 @@ def test_a_cleared_match_keeps_its_own_cells_until_the_lease_ends(
 
 def test_a_host_full_of_leases_drops_stores_and_recovers(world: World, engine: Engine) -> None:
     """Twelve leased and four being written: a store is dropped, nobody waits."""
+    other = Engine(world, "other").start()
     fill(engine, first=1, count=12)
     for part in range(1, 13):
-        leased(engine, prompt(part))
+        leased(engine if part <= 8 else other, prompt(part))
     grants = [engine.offer(prompt(part)).grants[0] for part in range(20, 24)]
     assert engine.offer(prompt(30)).outcomes == [DropReason.QUEUE_FULL]
     engine.stored(grants)

@@ -4,7 +4,7 @@ import pytest
 
 from kvtide.core import messages as m
 from kvtide.core.effects import Close, Disconnected, End, HostLimit, ProcessDied, Send
-from kvtide.core.machine import START_MS_MAX
+from kvtide.core.presence import START_MS_MAX
 from kvtide.core.reasons import DropReason, OffReason
 from kvtide.units import GiB, KiB
 from tests.core.world import CELL_BYTES, NODE, Engine, World, prompt

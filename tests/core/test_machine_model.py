@@ -1,17 +1,18 @@
 """The whole machine against a plain model of the memory (node_model.py), under any history."""
 
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TypeAlias
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from kvtide.core import lending as lending_module
 from tests.core.node_model import SALTS, SHAPES, NodeModel
+from tests.core.tiered_model import TieredNodeModel
 from tests.core.world import prompt
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+Step: TypeAlias = Callable[[], None]
 
 HISTORY_STEPS = 10_000
 
@@ -22,18 +23,12 @@ NodeModel.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow],
 )
 TestNodeModel = NodeModel.TestCase
+TieredNodeModel.TestCase.settings = NodeModel.TestCase.settings
+TestTieredNodeModel = TieredNodeModel.TestCase
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_model_holds_through_a_long_history(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As above, but on and on: what Hypothesis cannot shorten, the seed repeats.
-
-    What is cleared goes as slowly as that of a node that holds a million chunks.
-    """
-    monkeypatch.setattr(lending_module, "CLEARED_STEPS_MAX", 1 + seed)
-    draw = random.Random(seed)
+def weighted_steps(model: NodeModel, draw: random.Random) -> list[tuple[int, Step]]:
+    """What may happen next, and how often."""
 
     def any_prompt() -> list[int]:
         parts = [draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
@@ -45,9 +40,7 @@ def test_the_model_holds_through_a_long_history(
     def salt() -> str | None:
         return draw.choice(SALTS)
 
-    model = NodeModel()
-    model.begin([draw.randrange(len(SHAPES)) for _ in range(3)], [])
-    steps: list[tuple[int, Callable[[], None]]] = [
+    steps: list[tuple[int, Step]] = [
         (20, lambda: model.store(which(), any_prompt(), salt(), draw.choice([0, 0, 1, 2]))),
         (20, lambda: model.look_up(which(), [which()], draw.randint(-3, 3))),
         (8, lambda: model.use_match(which(), which(), draw.choice(["release", "begin", "end"]))),
@@ -66,13 +59,41 @@ def test_the_model_holds_through_a_long_history(
         (3, lambda: model.start(draw.randrange(3), draw.randrange(5), draw.random() < 0.5)),
         (1, lambda: model.clear(salt(), draw.random() < 0.2)),
     ]
+    if isinstance(model, TieredNodeModel):
+        steps += [
+            (90, lambda: model.tier_answers(which(), draw.choice(["good", "good", "bad"]))),
+            (4, model.tier_answers_all),
+            (2, lambda: model.tier_forgets(which())),
+            (2, model.host_forgets),
+        ]
+    return steps
+
+
+@pytest.mark.parametrize("model_type", [NodeModel, TieredNodeModel])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_model_holds_through_a_long_history(
+    seed: int, model_type: type[NodeModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, but on and on: what Hypothesis cannot shorten, the seed repeats.
+
+    What is cleared goes as slowly as that of a node that holds a million chunks.
+    """
+    monkeypatch.setattr(lending_module, "CLEARED_STEPS_MAX", 1 + seed)
+    draw = random.Random(seed)
+    model = model_type()
+    model.begin([draw.randrange(len(SHAPES)) for _ in range(3)], [])
+    steps = weighted_steps(model, draw)
     chosen = draw.choices(
         [step for _, step in steps], [weight for weight, _ in steps], k=HISTORY_STEPS
     )
     for step in chosen:
         step()
     lending = model.world.machine.lending
-    assert min(lending.evicted.values()) > 10, lending.evicted
+    is_tiered = isinstance(model, TieredNodeModel)
     assert lending.stored_blocks > 500, "too little happened to prove anything"
-    assert model.matches > 200, "too little was found to prove anything"
+    if isinstance(model, TieredNodeModel):
+        assert model.promoted > 20, "too little came back to prove anything"
+    else:
+        assert min(lending.evicted.values()) > 10, lending.evicted
+    assert model.matches > (50 if is_tiered else 200), "too little was found to prove anything"
     model.teardown()

@@ -12,12 +12,15 @@ from typing import Any, TypeVar
 from kvtide.core import keys
 from kvtide.core import messages as m
 from kvtide.core.effects import (
+    AskTier,
+    ClearTiers,
     Close,
     Disconnected,
     Effect,
     End,
     Event,
     FreeRegion,
+    LoadFrom,
     MakeRegion,
     Note,
     ProcessDied,
@@ -27,10 +30,14 @@ from kvtide.core.effects import (
     Send,
     SendRegion,
     SetGenerations,
+    StoreTo,
     Tick,
 )
-from kvtide.core.machine import Machine, MachineConfig
+from kvtide.core.machine import Machine
+from kvtide.core.parts import MachineConfig
+from kvtide.core.tiering import TierPlan, WritePolicy
 from kvtide.units import KiB
+from tests.core.fake_tier import FakeTier
 
 BLOCK_TOKENS = 2
 CHUNK_BLOCKS = 4
@@ -47,7 +54,16 @@ M = TypeVar("M")
 class World:
     """One node and its machine's memory, on a false clock."""
 
-    def __init__(self, host_bytes: int = 1024 * KiB, *, linger_ms: int = 0) -> None:
+    def __init__(
+        self,
+        host_bytes: int = 1024 * KiB,
+        *,
+        linger_ms: int = 0,
+        tiers: Sequence[FakeTier] = (),
+        policy: WritePolicy = WritePolicy.THROUGH,
+        loads_always: bool = False,
+    ) -> None:
+        self.tiers = tiers
         self.now_ms = 1_000
         self.machine = Machine(
             MachineConfig(
@@ -57,6 +73,7 @@ class World:
                 host_bytes=host_bytes,
                 linger_ms=linger_ms,
                 first_number=100,
+                tiers=tuple(TierPlan(f"tier{n}", policy, loads_always) for n in range(len(tiers))),
             )
         )
         self.inbox: dict[int, list[Any]] = {}
@@ -93,6 +110,20 @@ class World:
         self.now_ms += after_ms
         return self.give(Tick())
 
+    def answer(self, tier: FakeTier) -> None:
+        """A tier that held back answers all that waits, in order."""
+        waiting, tier.waiting = tier.waiting, []
+        for effect in waiting:
+            self.give(tier.answer(effect))
+
+    def clear(self, salt_digest: bytes | None) -> int:
+        """The command; how many entries it took away."""
+        count = self.machine.clear(salt_digest)
+        self.machine.check_integrity()
+        for effect in self.machine.take_effects():
+            assert not self._carry_out(effect), "a clear is followed by nothing"
+        return count
+
     def connect(self) -> int:
         """The number of a new connection."""
         self.next_connection += 1
@@ -124,6 +155,11 @@ class World:
                     assert cell < self.made[region].cell_count, (region, cell)
                     assert self.generations.get((region, cell), 0) < generation, "not raised"
                     self.generations[region, cell] = generation
+            case AskTier() | LoadFrom() | StoreTo():
+                return self.tiers[effect.tier].carry_out(effect)
+            case ClearTiers():
+                for tier in self.tiers:
+                    tier.clear(effect)
             case Note() | End():
                 pass
         return []

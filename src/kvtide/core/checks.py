@@ -75,6 +75,10 @@ def check_identity(identity: m.Identity) -> KVLayout | None:
     """The layout that an identity names; None where it says that the engine is off."""
     _check_text("off_detail", identity.off_detail, TEXT_CHARS_MAX)
     _check_fields("fields", identity.fields)
+    if identity.off_reason and len(identity.fingerprint) not in (0, KEY_BYTES):
+        raise WireError(
+            f"a fingerprint of {len(identity.fingerprint)} bytes; it has {KEY_BYTES}, or none"
+        )
     if identity.off_reason:
         if identity.off_reason not in list(OffReason):
             raise WireError(

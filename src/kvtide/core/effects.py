@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvtide.core.layout import KVLayout
-from kvtide.core.messages import Message
+from kvtide.core.messages import Message, Run
+from kvtide.core.records import Record, RootName
 
 # ---- events
 
@@ -58,12 +59,49 @@ class HostLimit:
 
 
 @dataclass(frozen=True, slots=True)
+class TierFound:
+    """A tier's answer to `AskTier`: what of the chain is there, in order."""
+
+    number: int
+    records: list[Record]
+    may_go_on: bool
+    """Whether there is more behind, which only block digests would tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierLoaded:
+    """A `LoadFrom` has ended: the tier does not touch the cells any more."""
+
+    number: int
+    outcome: str
+    is_ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TierStored:
+    """A `StoreTo` has ended: the tier does not read the cells any more."""
+
+    number: int
+    outcome: str
+    is_ok: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
 Event: TypeAlias = (
-    Received | Disconnected | ProcessDied | RegionMade | RegionNotMade | HostLimit | Tick
+    Received
+    | Disconnected
+    | ProcessDied
+    | RegionMade
+    | RegionNotMade
+    | HostLimit
+    | TierFound
+    | TierLoaded
+    | TierStored
+    | Tick
 )
 
 # ---- effects
@@ -122,6 +160,50 @@ class SetGenerations:
 
 
 @dataclass(frozen=True, slots=True)
+class AskTier:
+    """Ask a tier how much of a chain it has, from the chunk behind `parent` on.
+
+    `keys`: of whole chunks, in order; `digests`: of the blocks of the one chunk behind these.
+    """
+
+    tier: int
+    number: int
+    root: RootName
+    parent: bytes
+    keys: bytes
+    digests: bytes
+    layout: KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFrom:
+    """Have a tier fill the run's cells, in every shard, with a record."""
+
+    tier: int
+    number: int
+    record: Record
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTo:
+    """Have a tier keep what is in the run's cells, in every shard, as a record."""
+
+    tier: int
+    number: int
+    record: Record
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class ClearTiers:
+    """Have all tiers take away everything, or what is of one salt or one fingerprint."""
+
+    salt_digest: bytes | None
+    fingerprint: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """A line for the node's log."""
 
@@ -138,5 +220,16 @@ class End:
 
 
 Effect: TypeAlias = (
-    Send | SendRegion | Close | MakeRegion | FreeRegion | SetGenerations | Note | End
+    Send
+    | SendRegion
+    | Close
+    | MakeRegion
+    | FreeRegion
+    | SetGenerations
+    | AskTier
+    | LoadFrom
+    | StoreTo
+    | ClearTiers
+    | Note
+    | End
 )

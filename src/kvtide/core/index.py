@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from kvtide.core import radix
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.core.layout import KVLayout
+from kvtide.core.records import RootName
 
 if TYPE_CHECKING:
     from kvtide.core.messages import Run
@@ -68,6 +69,11 @@ class Root:
         """Itself, as for the entries below."""
         return self
 
+    @property
+    def name(self) -> RootName:
+        """What it is called below the host."""
+        return RootName(self.key, self.fingerprint, self.epoch, self.salt_digest)
+
     def is_same(self, other: "Root") -> bool:
         """Whether two roots of one key stand for the same."""
         mine = (self.fingerprint, self.epoch, self.salt_digest)
@@ -84,6 +90,7 @@ class Entry:
         "is_attached",
         "is_copied",
         "is_held",
+        "kept",
         "key",
         "layout",
         "leases",
@@ -107,6 +114,8 @@ class Entry:
         self.used_ms = used_ms
         self.run: Run = (0, 0, 0, 0)
         self.children = 0
+        self.kept = 0
+        """For each tier a bit: it is there, as far as is known, or on its way there."""
         self.pins = 0
         self.leases = 0
         """Its own leases, and the children that are leased: what keeps it from being evicted."""
@@ -216,6 +225,8 @@ class Index:
         self.held_tails = 0
         self.leased_bytes = 0
         """Bytes of all entries that leases keep, each counted once."""
+        self.shown: list[Entry] = []
+        """Entries that have become held since somebody last emptied this."""
         self._orders: dict[int, _Order] = {}  # by region; the one freshened last comes last
         self._sequence = itertools.count()
 
@@ -302,6 +313,7 @@ class Index:
         parent.storing.remove(entry)
         parent.storing = parent.storing or None
         entry.is_held = True
+        self.shown.append(entry)
         self._count_held(entry, 1)
         parent.tree = radix.insert(parent.tree, entry)
         self.reconsider(entry)
@@ -427,6 +439,13 @@ class Index:
         assert entry.used_ms == used_ms, (entry.used_ms, used_ms)
         entry.in_heap = False
         return entry
+
+    def oldest_leaves(self, count: int) -> list[Entry]:
+        """About the next so many that would be evicted, whatever their region."""
+        tops = itertools.chain.from_iterable(
+            order.items[:count] for order in self._orders.values()
+        )
+        return [entry for _, _, entry in heapq.nsmallest(count, tops) if entry.is_evictable]
 
     def freshen(self) -> None:
         """Do some of the work of `next_to_evict` ahead, so that no store waits for all of it."""

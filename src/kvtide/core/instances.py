@@ -9,6 +9,7 @@ with its proven death or its own word, so it hangs on `Worker`, never on a conne
 
 from typing import TYPE_CHECKING, Any
 
+from kvtide.core.estimate import Rate
 from kvtide.core.messages import Identity, SchedulerHello, WorkerHello
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class Instance:
         self.off: Off | None = None
         self.roots: dict[bytes, None] = {}
         self.open_regions: set[int] = set()
+        self.prefill = Rate()
+        """Tokens that its steps compute."""
         self.counts: dict[str, int] = {}
 
     @property
@@ -119,6 +122,14 @@ class Instance:
                 wanted = cell_bytes[worker.shard]
                 return f"rank {rank} has cells of {worker.cell_bytes} bytes, not {wanted}"
         return ""
+
+    def names_root(self, key: bytes) -> bool:
+        """Whether the engine may name this root; the one named last is forgotten last."""
+        if key not in self.roots:
+            return False
+        del self.roots[key]
+        self.roots[key] = None
+        return True
 
     def register_root(self, key: bytes) -> None:
         """The engine may name this root from now on."""

@@ -16,6 +16,8 @@ from kvtide.core.lending import Lending
 LEASE_MS = 2_000
 PINNED_RATIO_MAX = 0.75
 """B_pin: above this share of the host, answers carry no lease."""
+PINNED_BY_ONE_RATIO_MAX = 0.50
+"""Of one engine: where it stands still in the middle of its loads, others have room left."""
 LEASES_MAX = 1 << 16
 """Leases and loads at once: above, answers carry none, so that an engine which never ends its
 loads costs a bounded number of them."""
@@ -29,6 +31,8 @@ class Lease:
     regions: Set[int]
     engine_id: str
     ends_ms: int | None
+    charged_bytes: int = 0
+    """What it keeps that nobody kept when it was taken."""
 
 
 class Leases:
@@ -39,6 +43,7 @@ class Leases:
         self._index = index
         self._lending = lending
         self._leases: dict[int, Lease] = {}
+        self._charged: dict[str, int] = {}  # bytes by engine; nobody with nothing
         self._next_number = first_number
 
     @property
@@ -64,8 +69,13 @@ class Leases:
         if len(self._leases) >= LEASES_MAX:
             return 0
         more_bytes = self._index.unleased_bytes(lease.entry)
-        if more_bytes and self.pinned_bytes + more_bytes > host_bytes * PINNED_RATIO_MAX:
+        mine = self._charged.get(lease.engine_id, 0) + more_bytes
+        is_much = mine > host_bytes * PINNED_BY_ONE_RATIO_MAX
+        is_too_much = self.pinned_bytes + more_bytes > host_bytes * PINNED_RATIO_MAX
+        if more_bytes and (is_much or is_too_much):
             return 0
+        lease.charged_bytes = more_bytes
+        self._charge(lease.engine_id, more_bytes)
         number = self._next_number
         self._next_number += 1
         self._leases[number] = lease
@@ -107,20 +117,39 @@ class Leases:
 
     def _drop(self, number: int) -> None:
         lease = self._leases.pop(number)
+        self._charge(lease.engine_id, -lease.charged_bytes)
         self._index.unlease(lease.entry)
         self._lending.unpin(lease.entry)
 
-    def check_integrity(self, instances: Mapping[str, Instance]) -> None:
-        """Assert that pins and leases agree, and that whose they are is connected."""
+    def _charge(self, engine_id: str, more_bytes: int) -> None:
+        mine = self._charged.pop(engine_id, 0) + more_bytes
+        if mine:
+            self._charged[engine_id] = mine
+
+    def check_integrity(
+        self, instances: Mapping[str, Instance], others: Mapping[Entry, int]
+    ) -> None:
+        """Assert that pins and leases agree, and that whose they are is connected.
+
+        `others`: how often entries are pinned by somebody else.
+        """
         for number, lease in self._leases.items():
             instance = instances[lease.engine_id]
             assert instance.connection is not None, f"lease {number} outlived a connection"
+        charged: dict[str, int] = {}
+        for lease in self._leases.values():
+            if lease.charged_bytes:
+                mine = charged.get(lease.engine_id, 0)
+                charged[lease.engine_id] = mine + lease.charged_bytes
+        assert charged == self._charged, (charged, self._charged)
         pins: dict[Entry, int] = {}
         for lease in self._leases.values():
             pins[lease.entry] = pins.get(lease.entry, 0) + 1
-        for entry, count in pins.items():
+        for entry in pins.keys() | others.keys():
+            count = pins.get(entry, 0) + others.get(entry, 0)
             assert entry.pins == count, (entry.pins, count)
-        assert self._lending.pinned_entries() == pins.keys(), "pinned, but not by a lease"
+        pinned = self._lending.pinned_entries()
+        assert pinned == pins.keys() | others.keys(), "pinned by nobody"
         kept = dict(pins)
         for entry in pins:
             node: Entry | Root | None = entry.parent

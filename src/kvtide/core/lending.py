@@ -6,7 +6,9 @@
 A cell comes back when nobody can write it any more: every writer has answered, or is proven dead,
 or the grant was returned before it was planned. Cells that wait for a silent writer are in
 quarantine; they count against their own engine's queue, so a hung worker bounds what it can take
-and what its engine may store, not what others may.
+and what its engine may store, not what others may. So does what was copied behind a chunk that is
+not: it cannot be found yet, nor evicted. A grant that nobody answers for T_put fails, but for its
+cells, so that others may store the same.
 
 Invariant: a lent cell belongs to exactly one attached entry, or one *loose* entry (detached, but
 still written or read).
@@ -15,16 +17,23 @@ still written or read).
 from collections.abc import Callable, Mapping
 from itertools import chain
 
+from kvtide.bounds import T_PUT_MS
 from kvtide.core import radix
 from kvtide.core.effects import Effect, SetGenerations
 from kvtide.core.host import MAP_MS_MAX, Host, Region
 from kvtide.core.index import Entry, Index, Root
 from kvtide.core.instances import Instance, Worker
+from kvtide.core.layout import KVLayout
 from kvtide.core.messages import StoreAnswer, StoreOffer
 from kvtide.core.reasons import DropReason
 
 HELD = "held"
 """Outcome of an offered chunk that the node has already: neither stored nor dropped."""
+
+PUT_MS_MAX = T_PUT_MS
+"""So long a grant may go unanswered before others may store the same."""
+NO_ENGINE = ""
+"""Whose grants are those that tiers fill; an engine's id is never empty."""
 
 QUEUE_RATIO = 0.10
 QUEUE_RATIO_MAX = 0.25
@@ -39,13 +48,18 @@ EVICTIONS_MAX = 64
 
 
 class Grant:
-    """One lent run and the workers that have not answered for it."""
+    """One lent run and the workers that have not answered for it; or the tier that fills it."""
 
-    def __init__(self, number: int, entry: Entry, engine_id: str, waiting: set[Worker]) -> None:
+    def __init__(
+        self, number: int, entry: Entry, engine_id: str, waiting: set[Worker], since_ms: int
+    ) -> None:
         self.number = number
+        self.since_ms = since_ms
         self.entry = entry
         self.engine_id = engine_id
         self.waiting = waiting
+        self.is_loading = False
+        """A tier is filling it; then it is of no engine, and waits for no worker."""
         self.has_failed = False
 
     @property
@@ -69,13 +83,19 @@ class Lending:
         self._grant_of: dict[Entry, Grant] = {}
         self.loose: set[Entry] = set()
         self.granted_bytes = 0
-        self._granted_to: dict[str, int] = {}  # the same, by engine; nobody with nothing
+        self.step_bytes = 0
+        """Of the largest step of any engine that has offered something."""
+        self._granted_to: dict[str, int] = {}  # granted bytes by engine; nobody with nothing
+        self._behind: dict[Entry, Grant] = {}
+        """Copied behind what is not: their bytes still count as granted."""
         self.evicted: dict[str, int] = {"room": 0, "superseded": 0, "moved": 0, "cleared": 0}
         self.stored_blocks = 0
         self.failed_blocks = 0
         """Blocks whose copy was planned and is not held: it, or one before it, failed."""
         self._cleared: list[Root | Entry | radix.Fork] = []
         """Cleared and not gone yet; a stack of holders, each below all that is known below it."""
+        self.on_settled: Callable[[Entry], None] = _nobody_waits
+        """Called when nobody writes an entry's cells any more, however that came."""
         self._next_number = first_number
         self._next_generation = 1
 
@@ -88,11 +108,7 @@ class Lending:
         writers = instance.writers()
         connections = [worker.connection or 0 for worker in writers]
         answer = StoreAnswer(offer.number, [], [], [], connections)
-        regions = [
-            region
-            for region in self._host.usable(layout)
-            if region.number in instance.open_regions
-        ]
+        regions = self._open_regions(instance, layout)
         parent = self._anchor(instance, offer.parent, now_ms)
         drop = DropReason.NOT_ANCHORED
         for key, digests in zip(offer.keys, offer.digests, strict=True):
@@ -111,7 +127,8 @@ class Lending:
             if refused is not None:
                 parent, drop = None, refused
                 continue
-            answer.grants.append(self._grant(entry, instance, set(writers)).number)
+            grant = self._grant(entry, instance.engine_id, set(writers), now_ms)
+            answer.grants.append(grant.number)
             answer.runs.append(entry.run)
             parent = entry
         return answer
@@ -149,12 +166,32 @@ class Lending:
             return DropReason.QUEUE_FULL
         if not regions:
             return DropReason.NOT_MAPPED
+        is_found = self._take_behind(entry, parent, instance, regions)
+        return None if is_found else DropReason.NO_MEMORY
+
+    def lend_to_tier(self, entry: Entry, parent: Entry | Root, instance: Instance) -> Grant | None:
+        """Cells that a tier fills for this instance; None where there are none."""
+        regions = self._open_regions(instance, entry.layout)
+        if not regions or not self._take_behind(entry, parent, instance, regions):
+            return None
+        grant = self._grant(entry, NO_ENGINE, set(), entry.used_ms)
+        grant.is_loading = True
+        return grant
+
+    def _open_regions(self, instance: Instance, layout: KVLayout) -> list[Region]:
+        usable = self._host.usable(layout)
+        return [region for region in usable if region.number in instance.open_regions]
+
+    def _take_behind(
+        self, entry: Entry, parent: Entry | Root, instance: Instance, regions: list[Region]
+    ) -> bool:
+        """Take cells for an entry without evicting its parent, which may be a leaf itself."""
         if isinstance(parent, Entry):
-            self.pin(parent)  # it may be a leaf itself
+            self.pin(parent)
         is_found = self._take_cells(entry, instance, regions)
         if isinstance(parent, Entry):
             self.unpin(parent)
-        return None if is_found else DropReason.NO_MEMORY
+        return is_found
 
     def _take_cells(self, entry: Entry, instance: Instance, regions: list[Region]) -> bool:
         """Take free cells, or those of entries evicted for it; whether there were enough."""
@@ -168,13 +205,13 @@ class Lending:
                     entry.run = (region.number, first_cell, entry.blocks, self._next_generation)
                     self._next_generation += 1
                     return True
-            if evictions == EVICTIONS_MAX or self._is_growing(entry, instance):
+            if evictions == EVICTIONS_MAX or self.is_growing(entry, instance):
                 return False
             if not self._evict_for(instance):
                 return False
             evictions += 1
 
-    def _is_growing(self, entry: Entry, instance: Instance) -> bool:
+    def is_growing(self, entry: Entry, instance: Instance) -> bool:
         """Whether fresh memory is on its way to this engine: then nothing need be evicted."""
         return any(
             not region.is_ready
@@ -194,8 +231,8 @@ class Lending:
         self.evict(victim, "room")
         return True
 
-    def _grant(self, entry: Entry, instance: Instance, waiting: set[Worker]) -> Grant:
-        grant = Grant(self._next_number, entry, instance.engine_id, waiting)
+    def _grant(self, entry: Entry, engine_id: str, waiting: set[Worker], now_ms: int) -> Grant:
+        grant = Grant(self._next_number, entry, engine_id, waiting, now_ms)
         self._next_number += 1
         self.grants[grant.number] = grant
         self._grant_of[entry] = grant
@@ -225,6 +262,7 @@ class Lending:
         assert identity is not None, instance.engine_id
         assert layout is not None, instance.engine_id
         step_bytes = identity.step_tokens // layout.block_tokens * layout.block_bytes
+        self.step_bytes = max(self.step_bytes, step_bytes)
         wanted = max(int(host_bytes * QUEUE_RATIO), step_bytes)
         others = self.granted_bytes - self.granted_to(instance.engine_id)
         left = (int(host_bytes * QUEUES_RATIO_MAX) - others) // 2
@@ -238,6 +276,14 @@ class Lending:
         if grant is None or worker not in grant.waiting:
             return
         grant.waiting.discard(worker)
+        if not is_ok:
+            self._fail(grant)
+        self._settle(grant)
+
+    def answered_by_tier(self, grant: Grant, *, is_ok: bool) -> None:
+        """The tier will never write these cells again."""
+        assert grant.is_loading, grant.number
+        grant.is_loading = False
         if not is_ok:
             self._fail(grant)
         self._settle(grant)
@@ -275,20 +321,38 @@ class Lending:
             self._detach(entry)
 
     def _settle(self, grant: Grant, *, is_returned: bool = False) -> None:
-        if grant.waiting or grant.number not in self.grants:
+        if grant.waiting or grant.is_loading or grant.number not in self.grants:
             return
         del self.grants[grant.number]
         del self._grant_of[grant.entry]
-        self._count_granted(grant.engine_id, -grant.bytes)
+        self._behind[grant.entry] = grant
+        is_engines = grant.engine_id != NO_ENGINE
         if grant.entry.is_attached:
-            self.stored_blocks += grant.entry.blocks
+            self.stored_blocks += grant.entry.blocks if is_engines else 0
+            shown_before = len(self._index.shown)
             for other in self._index.copied(grant.entry):
                 if other.is_attached and not other.pins:
                     self.evict_below(other, "superseded")
                     self.evict(other, "superseded")
-        elif not is_returned:
-            self.failed_blocks += grant.entry.blocks
+            for entry in self._index.shown[shown_before:]:
+                self._no_longer_behind(entry)
+        else:
+            self.failed_blocks += grant.entry.blocks if is_engines and not is_returned else 0
+            self._no_longer_behind(grant.entry)
         self._free_if_unused(grant.entry)
+        self.on_settled(grant.entry)
+
+    def _no_longer_behind(self, entry: Entry) -> None:
+        """The entry can be found, or is gone: nobody is charged for it any more."""
+        if (grant := self._behind.pop(entry, None)) is not None:
+            self._count_granted(grant.engine_id, -grant.bytes)
+
+    def give_up_silent(self, now_ms: int) -> None:
+        """Grants that nobody has answered for T_put fail; their cells stay lent."""
+        for grant in list(self.grants.values()):
+            if now_ms - grant.since_ms < PUT_MS_MAX:
+                break  # they are in the order of their numbers
+            self._fail(grant)
 
     # ---- taking away
 
@@ -302,14 +366,15 @@ class Lending:
         for entry in self._index.below(holder):
             self.evict(entry, cause)
 
-    def clear(self, salt_digest: bytes | None) -> int:
-        """Clear all entries, or those of one salt; how many there were.
+    def clear(self, salt_digest: bytes | None, fingerprint: bytes | None = None) -> int:
+        """Clear all entries, or those of one salt or fingerprint; how many there were.
 
         None of them is found from now on. A few are taken away at once, the others with time.
         """
         count = 0
         for root in list(self._index.roots.values()):
-            if root.children and (salt_digest is None or root.salt_digest == salt_digest):
+            is_meant = salt_digest in (None, root.salt_digest)
+            if root.children and is_meant and fingerprint in (None, root.fingerprint):
                 count += root.entry_count
                 self._index.clear(root)
                 self._cleared.append(root)
@@ -338,6 +403,7 @@ class Lending:
     def _detach(self, entry: Entry) -> None:
         self._index.detach(entry)
         self.loose.add(entry)
+        self._no_longer_behind(entry)
         if (grant := self._grant_of.get(entry)) is not None:
             grant.has_failed = True
         self._free_if_unused(entry)
@@ -378,8 +444,9 @@ class Lending:
     def check_integrity(self, instances: Mapping[str, Instance]) -> None:
         """Assert that each lent cell has exactly one entry, and that the sums agree."""
         for grant in self.grants.values():
-            living = set(instances[grant.engine_id].workers.values())
-            assert grant.waiting <= living, f"grant {grant.number} waits for the dead"
+            if grant.engine_id != NO_ENGINE:
+                living = set(instances[grant.engine_id].workers.values())
+                assert grant.waiting <= living, f"grant {grant.number} waits for the dead"
         entry_count = 0
         for number, region in self._host.regions.items():
             self._check_cells(region)
@@ -410,10 +477,20 @@ class Lending:
     def _check_grants(self) -> None:
         assert len(self._grant_of) == len(self.grants), (len(self._grant_of), len(self.grants))
         granted_to: dict[str, int] = {}
-        for grant in self.grants.values():
+        for grant in chain(self.grants.values(), self._behind.values()):
             granted_to[grant.engine_id] = granted_to.get(grant.engine_id, 0) + grant.bytes
+        for entry, grant in self._behind.items():
+            assert entry is grant.entry, grant.number
+            assert entry.is_attached, f"what grant {grant.number} stored is gone"
+            assert entry.is_copied, f"what grant {grant.number} stored is not copied"
+            assert not entry.is_held, f"what grant {grant.number} stored can be found"
         assert granted_to == self._granted_to, (granted_to, self._granted_to)
         assert self.granted_bytes == sum(granted_to.values()), self.granted_bytes
         for grant in self.grants.values():
-            assert grant.waiting, f"grant {grant.number} waits for nobody"
+            assert grant.waiting or grant.is_loading, f"grant {grant.number} waits for nobody"
+            assert grant.is_loading == (grant.engine_id == NO_ENGINE), grant.number
             assert grant.has_failed != (grant.entry.is_attached), grant.number
+
+
+def _nobody_waits(entry: Entry) -> None:
+    """Until somebody says what is to be done when an entry settles."""

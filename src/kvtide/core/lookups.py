@@ -1,8 +1,9 @@
 """Answers to lookups: what is held, where it lies, and a lease on it.
 
-    lookup ─► match ─┬─ all in open regions ─────────► Match, with a lease
-                     ├─ else, while the engine maps ─► Pending … asked again as regions open
-                     └─ else, once T_load has passed ► Match up to there (`not_mapped`)
+    lookup ─► match ─┬─ part lies in closed regions ► Pending … asked again as regions open; or,
+                     │                                once T_load has passed, Match up to there
+                     └─ all open ─┬─ tiers may have more ► Pending …, then Match (promotions.py)
+                                  └─ else ► Match, with a lease
 
 A lookup is at most two messages: chunk keys first, then, where `Match.probe` says that it is
 worth it, the block digests of the one chunk behind.
@@ -15,12 +16,13 @@ from kvtide.core import messages as m
 from kvtide.core.host import MAP_MS_MAX, Host
 from kvtide.core.index import Index, Matched
 from kvtide.core.instances import Instance
+from kvtide.core.keys import KEY_BYTES
 from kvtide.core.leases import LEASE_MS, Lease, Leases
+from kvtide.core.promotions import Promotion, Promotions
+from kvtide.core.writes import Writes
 
 WAITING_MAX = 1024
 """Lookups of one engine that may be pending; those above get what is open at once."""
-
-NOTHING = Matched([], 0, may_go_on=False)
 
 
 class Waiting(NamedTuple):
@@ -38,22 +40,28 @@ class Lookups:
         index: Index,
         host: Host,
         leases: Leases,
+        promotions: Promotions,
+        writes: Writes,
         send: Callable[[int | None, m.Message], None],
         count: Callable[[str, int], None],
+        now: Callable[[], int],
     ) -> None:
+        """`now` tells the time of the event that is being handled, in ms."""
+        self._now = now
         self._index = index
         self._host = host
         self._leases = leases
+        self._promotions = promotions
+        self._writes = writes
         self._send = send
         self._count = count
         self._waiting: dict[str, dict[int, Waiting]] = {}
 
     def ask(self, instance: Instance, lookup: m.Lookup, now_ms: int) -> None:
-        """Answer; or wait, where part of the match lies in memory that is still being mapped."""
-        root = self._index.roots.get(lookup.root)
-        matched = NOTHING
-        if root is not None and instance.layout is not None:
-            matched = self._index.match(root, lookup.keys, lookup.digests, now_ms)
+        """Answer; or wait, where part of the match is still being mapped, or lies in a tier."""
+        if self._promotions.is_waiting(instance, lookup.number):
+            return
+        matched = self._match(instance, lookup, now_ms)
         closed = self._closed_region(instance, matched, now_ms)
         waiting = self._waiting.get(instance.engine_id, {})
         if closed is not None:
@@ -68,18 +76,50 @@ class Lookups:
             matched = matched.within(instance.open_regions)
         if waiting.pop(lookup.number, None) is not None and not waiting:
             del self._waiting[instance.engine_id]
+        root = self._index.roots.get(lookup.root)
+        if closed is None and self._promotions.begin(instance, lookup, root, matched):
+            return
         self._answer(instance, lookup.number, matched, now_ms)
 
     def probe(self, instance: Instance, probe: m.Probe, now_ms: int) -> None:
         """Answer for the blocks of the one chunk behind a match."""
+        if self._promotions.is_waiting(instance, probe.number):
+            return
         parent = self._index.reachable(probe.parent)
-        matched = NOTHING
-        if parent is not None and instance.layout is not None:
-            matched = self._index.match_blocks(parent, probe.digests, now_ms)
+        matched = self._match(instance, probe, now_ms)
+        if self._promotions.begin(instance, probe, parent, matched):
+            return
+        self._answer_open(instance, probe.number, matched, now_ms)
+
+    def promoted(self, promotion: Promotion) -> None:
+        """Answer a lookup that waited for tiers with what is held now."""
+        instance, question, now_ms = promotion.instance, promotion.question, self._now()
+        matched = self._match(instance, question, now_ms)
+        chunks = len(matched.entries) - (matched.blocks > 0)
+        ends_early = isinstance(question, m.Lookup) and chunks * KEY_BYTES < len(question.keys)
+        matched.may_go_on = ends_early and (matched.may_go_on or promotion.may_go_on)
+        self._answer_open(instance, question.number, matched, now_ms)
+
+    def _match(self, instance: Instance, question: m.Lookup | m.Probe, now_ms: int) -> Matched:
+        """What is held of what a question names."""
+        if instance.layout is None:
+            return Matched([], 0, may_go_on=False)
+        if isinstance(question, m.Lookup):
+            root = self._index.roots.get(question.root)
+            if root is not None:
+                return self._index.match(root, question.keys, question.digests, now_ms)
+        else:
+            parent = self._index.reachable(question.parent)
+            if parent is not None:
+                return self._index.match_blocks(parent, question.digests, now_ms)
+        return Matched([], 0, may_go_on=False)
+
+    def _answer_open(self, instance: Instance, number: int, matched: Matched, now_ms: int) -> None:
+        """Answer with what lies in memory that the engine has mapped."""
         if self._closed_region(instance, matched, now_ms) is not None:
             self._count("lookups.not_mapped", 1)
             matched = matched.within(instance.open_regions)
-        self._answer(instance, probe.number, matched, now_ms)
+        self._answer(instance, number, matched, now_ms)
 
     def regions_opened(self, instance: Instance, now_ms: int) -> None:
         """Try again the lookups that waited for a region which is open now."""
@@ -124,6 +164,7 @@ class Lookups:
             deepest = matched.entries[-1]
             wanted = Lease(deepest, matched.regions, instance.engine_id, now_ms + LEASE_MS)
             lease = self._leases.take(wanted, self._host.limit_bytes)
+            self._writes.matched(matched.entries)
         self._count("lookups.answered", 1)
         chunks = len(matched.entries) - (matched.blocks > 0)
         answer = m.Match(number, chunks, matched.blocks, matched.runs, lease, matched.may_go_on)

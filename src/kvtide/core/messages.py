@@ -296,7 +296,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Part of it is on its way; the answer follows."""
+    """Part of it is on its way, and the answer follows; said again when more of it has come."""
 
     number: int
 

@@ -1,0 +1,457 @@
+"""Chunks on their way up: what a lookup finds in a tier is loaded before the lookup is answered.
+
+    lookup ─► host match ends early ─► AskTier ─► found: LoadFrom … loaded, chunk by chunk ─► Match
+                                          └─ nothing: the next tier, then the match as it is
+
+A chunk being loaded is an entry like one being stored, its cells lent to the tier: it matches once
+it is held, nobody stores it meanwhile, and whoever wants it too waits for the same load. The chain
+is loaded in order, a bounded number of bytes ahead; the deepest entry of it is pinned, so nothing
+of it is evicted before the answer has leased it.
+
+What is asked for too long is answered with what is held by then. Running loads go on: their cells
+are the tier's until it says that they ended, and what they bring is there for the next request.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypeGuard
+
+from kvtide.bounds import T_LOAD_MS
+from kvtide.core import messages as m
+from kvtide.core.effects import AskTier, Effect, LoadFrom
+from kvtide.core.estimate import Choice
+from kvtide.core.host import Host
+from kvtide.core.index import Entry, Index, Matched, Root
+from kvtide.core.instances import Instance
+from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
+from kvtide.core.lending import Grant, Lending
+from kvtide.core.records import Record
+from kvtide.core.tiering import TierPlan
+from kvtide.units import MiB
+
+Question: TypeAlias = m.Lookup | m.Probe
+
+WAIT_MS_MAX = T_LOAD_MS
+"""So long a lookup waits without a chunk of its chain having come."""
+TELL_MS = 100
+"""The engine is told that it waits by then, and again as often, while chunks come."""
+READ_AHEAD_BYTES = 64 * MiB
+"""Of one chain that is being loaded at once: deep enough for any device, small beside the host."""
+PROMOTING_RATIO_MAX = 0.25
+"""Of the host that may be lent to tiers: what else is wanted then is answered as it is."""
+LOAD_MS_MIN = 200
+"""So long a load may take whatever computing would: twice what the clock of these bounds shows."""
+SILENCES_MAX = 5
+"""After so many lookups in a row that waited for a tier in vain it is left alone"""
+SILENT_MS = 5_000
+"""for so long, or until a load of it ends: what hangs shall cost a few requests, not all."""
+PROMOTIONS_MAX = 1024
+"""Lookups of one engine that may wait for tiers; those above get what is held."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """One record on its way from a tier, for the lookup that asked first."""
+
+    tier: int
+    grant: Grant
+    promotion: "Promotion"
+
+
+class _Silence:
+    """Whether a tier says nothing."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._since_ms = 0
+
+    def note(self, now_ms: int) -> None:
+        """A lookup has waited in vain."""
+        self._count += 1
+        self._since_ms = now_ms
+
+    def end(self) -> None:
+        """It has said something."""
+        self._count = 0
+
+    def lasts(self, now_ms: int) -> bool:
+        """Whether it is to be left alone."""
+        return self._count >= SILENCES_MAX and now_ms - self._since_ms < SILENT_MS
+
+
+class Promotion:
+    """One lookup that waits for tiers."""
+
+    __slots__ = (
+        "began_ms",
+        "chunks",
+        "deepest",
+        "ends_ms",
+        "instance",
+        "is_loading",
+        "loaded_bytes",
+        "may_go_on",
+        "progress_ms",
+        "question",
+        "running",
+        "tier",
+        "todo",
+        "told_ms",
+        "waits_for_memory",
+    )
+
+    def __init__(
+        self,
+        instance: Instance,
+        question: Question,
+        deepest: Entry | Root,
+        chunks: int,
+        now_ms: int,
+    ) -> None:
+        self.instance = instance
+        self.question = question
+        self.deepest = deepest
+        """Where the chain has come to: held, or on its way. Pinned where it is an entry."""
+        self.chunks = chunks
+        """Whole chunks of the question up to there."""
+        self.tier = 0
+        self.todo: deque[Record] = deque()
+        self.running: set[Entry] = set()
+        self.may_go_on = False
+        self.began_ms = now_ms
+        """When the loads of the present tier began."""
+        self.is_loading = False
+        """Whether any of these is this lookup's own, and not of one that it joined."""
+        self.loaded_bytes = 0
+        """Of its own: what has been loaded."""
+        self.ends_ms: int | None = None
+        """By when computing would have been quicker; None without clear evidence."""
+        self.progress_ms = now_ms
+        self.waits_for_memory = False
+        """Nothing more can be loaded before memory that is on its way has come."""
+        self.told_ms: int | None = None
+        """When the engine was last told that it waits."""
+
+    @property
+    def name(self) -> tuple[str, int]:
+        """What tells it from all others."""
+        return self.instance.engine_id, self.question.number
+
+
+class Promotions:
+    """All lookups that wait for tiers, and all loads of tiers."""
+
+    def __init__(
+        self,
+        tiers: Sequence[TierPlan],
+        index: Index,
+        host: Host,
+        lending: Lending,
+        emit: Callable[[Effect], None],
+        send: Callable[[int | None, m.Message], None],
+        count: Callable[[str, int], None],
+        now: Callable[[], int],
+    ) -> None:
+        """`now` tells the time of the event that is being handled, in ms."""
+        self._now = now
+        self._tiers = tiers
+        self._index = index
+        self._host = host
+        self._lending = lending
+        self._emit = emit
+        self._send = send
+        self._count = count
+        self.answer: Callable[[Promotion], None] = _answer_nobody
+        """Answers a lookup with what is held now."""
+        self._waiting: dict[tuple[str, int], Promotion] = {}
+        self._asked: dict[int, Promotion] = {}  # by the number of the question to a tier
+        self._loads: dict[int, _Load] = {}  # by number
+        self._loading_bytes = 0
+        self._choices = [Choice() for _ in tiers]
+        self._silences = [_Silence() for _ in tiers]
+        self._joined: dict[Entry, list[Promotion]] = {}
+        self._next_number = 1
+        lending.on_settled = self._settled
+
+    # ---- lookups
+
+    def is_waiting(self, instance: Instance, number: int) -> bool:
+        """Whether this lookup waits for tiers already."""
+        return (instance.engine_id, number) in self._waiting
+
+    def begin(
+        self,
+        instance: Instance,
+        question: Question,
+        parent: Entry | Root | None,
+        matched: Matched,
+    ) -> bool:
+        """Look below for what the host lacks; whether the answer waits for that.
+
+        `parent` is where the match began: the root, or a probe's parent; None if it is not there.
+        """
+        if not self._tiers or parent is None or instance.layout is None:
+            return False
+        if not _is_short(question, matched):
+            return False
+        if sum(name[0] == instance.engine_id for name in self._waiting) >= PROMOTIONS_MAX:
+            self._count("promotions.too_many", 1)
+            return False
+        chunks = len(matched.entries) - (matched.blocks > 0)
+        deepest = matched.entries[chunks - 1] if chunks else parent
+        promotion = Promotion(instance, question, deepest, chunks, self._now())
+        if not self._has_tier(promotion):
+            return False
+        self._waiting[promotion.name] = promotion
+        self._pin(deepest)
+        self._ask(promotion)
+        return True
+
+    def _has_tier(self, promotion: Promotion) -> bool:
+        """Go on to the next tier that answers; whether there is one."""
+        while promotion.tier < len(self._tiers):
+            if not self._silences[promotion.tier].lasts(self._now()):
+                return True
+            self._count("promotions.silent", 1)
+            promotion.tier += 1
+        return False
+
+    def _ask(self, promotion: Promotion) -> None:
+        """Ask a tier for what is behind the deepest that is there."""
+        question, deepest = promotion.question, promotion.deepest
+        layout = promotion.instance.layout
+        assert layout is not None, promotion.name
+        keys = question.keys[promotion.chunks * KEY_BYTES :] if _has_keys(question) else b""
+        number = self._take_number()
+        self._asked[number] = promotion
+        root, parent = deepest.root.name, deepest.key
+        self._emit(AskTier(promotion.tier, number, root, parent, keys, question.digests, layout))
+
+    def found(self, number: int, records: Sequence[Record], *, may_go_on: bool) -> None:
+        """A tier's answer. It comes once; by then nobody may want it any more."""
+        promotion = self._asked.pop(number, None)
+        if promotion is None or self._waiting.get(promotion.name) is not promotion:
+            return
+        name, outcome = self._tiers[promotion.tier].name, "found" if records else "absent"
+        self._count(f"tier_lookups.{name}.{outcome}", 1)
+        promotion.may_go_on = promotion.may_go_on or may_go_on
+        promotion.began_ms, promotion.progress_ms = self._now(), self._now()
+        promotion.is_loading, promotion.loaded_bytes, promotion.ends_ms = False, 0, None
+        if self._is_worth_it(promotion, records):
+            promotion.todo.extend(records)
+        self._advance(promotion)
+
+    def _is_worth_it(self, promotion: Promotion, records: Sequence[Record]) -> bool:
+        """Whether loading these beats computing them, as far as is known."""
+        if not records or self._tiers[promotion.tier].loads_always:
+            return True
+        size_bytes = sum(record.payload_bytes for record in records)
+        tokens = sum(record.blocks * record.layout.block_tokens for record in records)
+        choice, prefill = self._choices[promotion.tier], promotion.instance.prefill
+        if choice.is_load(size_bytes, tokens, prefill):
+            compute_ms = prefill.ms_for(tokens)
+            if compute_ms is not None:
+                promotion.ends_ms = self._now() + max(int(compute_ms), LOAD_MS_MIN)
+            return True
+        self._count("promotions.slower_than_compute", 1)
+        promotion.may_go_on = False
+        return False
+
+    def _advance(self, promotion: Promotion) -> None:
+        """Load as far ahead as may be; once all has ended, ask the next tier, or answer."""
+        layout = promotion.instance.layout
+        if layout is None:  # it is off by now: what it would get is of no use
+            promotion.todo.clear()
+        promotion.waits_for_memory = False
+        ahead_bytes = sum(entry.blocks * entry.layout.block_bytes for entry in promotion.running)
+        while promotion.todo and ahead_bytes < READ_AHEAD_BYTES:
+            record = promotion.todo.popleft()
+            entry = self._entry_of(promotion, record)
+            if entry is None:
+                if promotion.waits_for_memory:
+                    promotion.todo.appendleft(record)
+                else:
+                    promotion.todo.clear()
+                break
+            self._pin(entry)
+            self._unpin(promotion.deepest)
+            promotion.deepest = entry
+            promotion.chunks += entry.is_whole
+            if not entry.is_copied:  # what is copied waits for one before it, as we do
+                promotion.running.add(entry)
+                self._joined.setdefault(entry, []).append(promotion)
+                ahead_bytes += record.payload_bytes
+        if promotion.running or promotion.waits_for_memory:
+            self._tell(promotion)
+            return
+        self._measure(promotion)
+        promotion.tier += 1
+        if layout is not None and self._has_tier(promotion):
+            self._ask(promotion)
+        else:
+            self._finish(promotion)
+
+    def _measure(self, promotion: Promotion) -> None:
+        """What was loaded for a lookup, and how long that took, tells how quick the tier is."""
+        if promotion.is_loading:
+            took_ms = max(1, self._now() - promotion.began_ms)
+            self._choices[promotion.tier].load_bytes.add(promotion.loaded_bytes, took_ms)
+            promotion.is_loading = False
+
+    def _entry_of(self, promotion: Promotion, record: Record) -> Entry | None:
+        """The entry of a record: held, on its way already, or from now on; None: it cannot be."""
+        parent = promotion.deepest
+        known = self._index.find(record.key)
+        if known is not None:
+            if isinstance(known, Entry) and known.parent is parent:
+                return known
+            return None
+        if record.parent != parent.key or not _is_there(parent):
+            return None  # what was loaded before it has failed
+        bound = int(self._host.limit_bytes * PROMOTING_RATIO_MAX)
+        if self._loading_bytes + record.payload_bytes > bound and self._loads:
+            self._count("promotions.no_memory", 1)
+            return None
+        entry = Entry(record.key, record.digests, parent, record.layout, self._now())
+        entry.kept |= 1 << promotion.tier
+        grant = self._lending.lend_to_tier(entry, parent, promotion.instance)
+        if grant is None:
+            promotion.waits_for_memory = self._lending.is_growing(entry, promotion.instance)
+            if not promotion.waits_for_memory:
+                self._count("promotions.no_memory", 1)
+            return None
+        number = self._take_number()
+        self._loads[number] = _Load(promotion.tier, grant, promotion)
+        self._loading_bytes += grant.bytes
+        promotion.is_loading = True
+        self._emit(LoadFrom(promotion.tier, number, record, entry.run))
+        return entry
+
+    def loaded(self, number: int, outcome: str, *, is_ok: bool) -> None:
+        """A load has ended; the tier does not touch its cells any more."""
+        load = self._loads.pop(number)
+        self._loading_bytes -= load.grant.bytes
+        self._silences[load.tier].end()
+        loaded_bytes = load.grant.bytes if is_ok else 0
+        load.promotion.loaded_bytes += loaded_bytes
+        name = self._tiers[load.tier].name
+        self._count(f"tier_loads.{name}.{outcome}", 1)
+        self._count(f"tier_loaded_bytes.{name}", loaded_bytes)
+        self._lending.answered_by_tier(load.grant, is_ok=is_ok)
+
+    def _settled(self, entry: Entry) -> None:
+        """An entry that somebody waits for is held, or copied behind one that is not, or gone."""
+        for promotion in self._joined.pop(entry, ()):
+            promotion.running.discard(entry)
+            promotion.progress_ms = self._now()
+            if not entry.is_attached:
+                promotion.todo.clear()
+            self._advance(promotion)
+
+    def _finish(self, promotion: Promotion) -> None:
+        """Answer with what is held; only then may it be evicted again."""
+        self._waiting.pop(promotion.name)
+        self.answer(promotion)
+        self._let_go(promotion)
+
+    def _let_go(self, promotion: Promotion) -> None:
+        for entry in promotion.running:
+            self._joined[entry].remove(promotion)
+            if not self._joined[entry]:
+                del self._joined[entry]
+        promotion.running.clear()
+        promotion.todo.clear()
+        self._unpin(promotion.deepest)
+
+    def _tell(self, promotion: Promotion) -> None:
+        """Say that the answer takes a while; again while there is progress."""
+        now_ms, told_ms = self._now(), promotion.told_ms
+        if told_ms is not None and now_ms - told_ms < TELL_MS:
+            return
+        if told_ms is None or promotion.progress_ms > told_ms:
+            promotion.told_ms = now_ms
+            self._send(promotion.instance.connection, m.Pending(promotion.question.number))
+
+    def expire(self) -> None:
+        """Tell who waits; answer whoever has waited for too long."""
+        for promotion in list(self._waiting.values()):
+            now_ms, ends_ms = self._now(), promotion.ends_ms
+            is_silent = now_ms - promotion.progress_ms >= WAIT_MS_MAX
+            if is_silent or (ends_ms is not None and now_ms >= ends_ms):
+                if is_silent:
+                    self._silences[promotion.tier].note(now_ms)
+                self._count("promotions.too_late", 1)
+                self._measure(promotion)
+                self._finish(promotion)
+            elif promotion.waits_for_memory and not promotion.running:
+                self._advance(promotion)
+            else:
+                self._tell(promotion)
+
+    def regions_opened(self, instance: Instance) -> None:
+        """There is more memory to load into."""
+        for promotion in list(self._waiting.values()):
+            if promotion.instance is instance and promotion.waits_for_memory:
+                promotion.progress_ms = self._now()
+                self._advance(promotion)
+
+    def forget(self, engine_id: str) -> None:
+        """The scheduler's connection has ended: nobody waits any more."""
+        for name in [name for name in self._waiting if name[0] == engine_id]:
+            self._let_go(self._waiting.pop(name))
+
+    def _pin(self, holder: Entry | Root) -> None:
+        if isinstance(holder, Entry):
+            self._lending.pin(holder)
+
+    def _unpin(self, holder: Entry | Root) -> None:
+        if isinstance(holder, Entry):
+            self._lending.unpin(holder)
+
+    def _take_number(self) -> int:
+        self._next_number += 1
+        return self._next_number - 1
+
+    def pinned(self) -> list[Entry]:
+        """Entries that waiting lookups keep, each as often as it is pinned."""
+        deepest = (promotion.deepest for promotion in self._waiting.values())
+        return [entry for entry in deepest if isinstance(entry, Entry)]
+
+    def check_integrity(self, instances: Mapping[str, Instance]) -> None:
+        """Assert that whoever waits is there, and waits for something that will end."""
+        asked = set(map(id, self._asked.values()))
+        for name, promotion in self._waiting.items():
+            assert promotion.name == name, (promotion.name, name)
+            instance = instances[name[0]]
+            assert instance is promotion.instance, f"{name} waits for another instance"
+            assert instance.connection is not None, f"{name} waits, and is not connected"
+            is_waiting = promotion.running or promotion.waits_for_memory
+            assert is_waiting or id(promotion) in asked, f"{name} waits for nothing"
+            for entry in promotion.running:
+                assert promotion in self._joined[entry], f"{name} will not be told"
+        for entry, joined in self._joined.items():
+            assert all(entry in promotion.running for promotion in joined), entry.key
+        loading = sum(load.grant.bytes for load in self._loads.values())
+        assert loading == self._loading_bytes, (loading, self._loading_bytes)
+        lent = {number for number, grant in self._lending.grants.items() if grant.is_loading}
+        assert lent == {load.grant.number for load in self._loads.values()}, lent
+
+
+def _has_keys(question: Question) -> TypeGuard[m.Lookup]:
+    return isinstance(question, m.Lookup)
+
+
+def _is_short(question: Question, matched: Matched) -> bool:
+    """Whether more could be there than the host has."""
+    chunks = len(matched.entries) - (matched.blocks > 0)
+    wanted = len(question.keys) // KEY_BYTES if _has_keys(question) else 0
+    return chunks < wanted or matched.blocks < len(question.digests) // INNER_DIGEST_BYTES
+
+
+def _is_there(holder: Entry | Root) -> bool:
+    return holder.is_attached if isinstance(holder, Entry) else not holder.is_cleared
+
+
+def _answer_nobody(promotion: Promotion) -> None:
+    raise AssertionError(f"nobody answers {promotion.name}")

@@ -1,0 +1,109 @@
+"""One engine that stands still: what it holds, and what others may still do."""
+
+import pytest
+
+from kvtide.core import instances
+from kvtide.core import messages as m
+from kvtide.core.effects import Close
+from kvtide.core.lending import PUT_MS_MAX, QUEUE_RATIO_MAX
+from kvtide.core.reasons import DropReason, OffReason
+from tests.core.fake_tier import FakeTier
+from tests.core.world import CHUNK_BLOCKS, CHUNK_BYTES, Engine, World, prompt
+
+
+@pytest.fixture
+def world() -> World:
+    return World(host_bytes=64 * CHUNK_BYTES)
+
+
+def test_what_is_stored_behind_a_silent_writers_chunk_counts_as_granted(world: World) -> None:
+    """It can be neither found nor evicted: others shall have room all the same."""
+    hung, lively = Engine(world, "hung").start(), Engine(world, "lively").start()
+    other = Engine(world, "other", model="another model").start()
+    assert hung.offer(prompt(1)).outcomes == [""]
+    outcomes = [lively.store(prompt(1, 100 + part)).outcomes[1] for part in range(60)]
+    assert outcomes[-1] == DropReason.QUEUE_FULL
+    assert outcomes.count("") * CHUNK_BYTES <= QUEUE_RATIO_MAX * 64 * CHUNK_BYTES
+    assert other.offer(prompt(7)).outcomes == [""]
+
+
+def test_a_silent_writers_chunk_may_be_stored_by_others_in_the_end(world: World) -> None:
+    hung, lively = Engine(world, "hung").start(), Engine(world, "lively").start()
+    grants = hung.offer(prompt(1)).grants
+    assert lively.store(prompt(1, 2)).outcomes == [DropReason.IN_FLIGHT, ""]
+    world.tick(PUT_MS_MAX - 1)
+    assert lively.store(prompt(1, 2)).outcomes == [DropReason.IN_FLIGHT, DropReason.IN_FLIGHT]
+    world.tick(1)
+    assert lively.store(prompt(1, 2)).outcomes == ["", ""]
+    assert lively.blocks_held(prompt(1, 2)) == 2 * CHUNK_BLOCKS
+    assert world.lent_cells() == 3 * CHUNK_BLOCKS, "the silent one's cells stay lent"
+    hung.stored(grants)
+    assert world.lent_cells() == 2 * CHUNK_BLOCKS
+    assert world.machine.lending.granted_bytes == 0
+
+
+def test_what_was_stored_behind_is_charged_until_it_can_be_found(world: World) -> None:
+    hung, lively = Engine(world, "hung").start(), Engine(world, "lively").start()
+    grants = hung.offer(prompt(1)).grants
+    lively.store(prompt(1, 2))
+    lending = world.machine.lending
+    assert lending.granted_to("lively") == CHUNK_BYTES
+    hung.stored(grants)
+    assert lending.granted_to("lively") == 0
+    assert lively.blocks_held(prompt(1, 2)) == 2 * CHUNK_BLOCKS
+
+
+def test_a_silent_tiers_chunk_may_be_stored_by_engines_in_the_end() -> None:
+    tier = FakeTier()
+    Engine(World(tiers=[tier])).start().store(prompt(1))
+    world = World(tiers=[tier])
+    engine = Engine(world).start()
+    tier.answers = False
+    keys, _ = engine.chain(prompt(1))
+    engine.say(m.Lookup(1, engine.root, keys[0], b""))
+    world.answer(tier)
+    assert engine.offer(prompt(1)).outcomes == [DropReason.IN_FLIGHT]
+    world.tick(PUT_MS_MAX)
+    engine.store(prompt(1))
+    assert engine.heard(m.Match)[0].chunks == 0
+    loads, tier.waiting = tier.waiting, []
+    for job in loads:
+        world.give(tier.answer(job))
+    assert world.lent_cells() == CHUNK_BLOCKS
+
+
+def test_a_root_that_is_named_is_not_forgotten(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lookup, then a new root beyond the limit, then the probe behind that lookup."""
+    monkeypatch.setattr(instances, "ROOTS_MAX", 4)
+    engine = Engine(world).start()
+    engine.store(prompt(1, 2))
+    for number in range(3):
+        engine.register(engine.root_of(f"salt {number}"), f"salt {number}")
+    keys, digests = engine.chain(prompt(1, 9))
+    engine.say(m.Lookup(1, engine.root, keys[0], b""))
+    engine.register(engine.root_of("salt 3"), "salt 3")
+    effects = engine.say(m.Probe(2, engine.root, keys[0], digests[1]))
+    assert not [effect for effect in effects if isinstance(effect, Close)]
+
+
+def test_what_an_engine_stored_whose_weights_were_others_is_cleared(world: World) -> None:
+    """In memory and in tiers, under every salt; other engines' chunks stay."""
+    tier = FakeTier()
+    world = World(tiers=[tier])
+    liar, other = Engine(world, "liar").start(), Engine(world, "other", model="b").start()
+    liar.store(prompt(1))
+    salted = liar.root_of("salt")
+    liar.register(salted, "salt")
+    liar.store(prompt(2), salted)
+    other.store(prompt(1))
+    grants = liar.offer(prompt(3)).grants
+    liar.connect_scheduler()
+    liar.identify(off_reason=OffReason.WEIGHTS_CHANGE, off_detail="others")
+    liar.stored(grants)
+    assert {record.root.fingerprint for record in tier.records.values()} == {other.fingerprint}
+    again = Engine(world, "again").start()
+    assert again.blocks_held(prompt(1)) == 0
+    assert again.blocks_held(prompt(3)) == 0
+    assert other.blocks_held(prompt(1)) == CHUNK_BLOCKS
