@@ -26,3 +26,11 @@ class NodeError(KVTideError):
 
 class NodeUnreachable(KVTideError):
     """No node answers at the socket of this user."""
+
+
+class CorruptRecord(KVTideError):
+    """Bytes from below the host did not prove to be what they should be; nobody gets them."""
+
+
+class UnknownFormat(KVTideError):
+    """Bytes from below the host are of another version of kvtide: left alone, never guessed at."""

@@ -1,0 +1,1 @@
+"""Places below the host: what does not fit in memory, and what must survive it."""

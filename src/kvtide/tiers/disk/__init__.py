@@ -1,0 +1,1 @@
+"""Chunks on the machine's own drives: bounded, verified, found again after any end."""

@@ -1,0 +1,95 @@
+"""Stops asking a place that fails, and tries again by itself."""
+
+import logging
+
+logger = logging.getLogger("kvtide.disk")
+
+FAILURES_MAX = 5
+"""In a row; then the breaker opens."""
+RETRY_MS_MIN, RETRY_MS_MAX = 1_000, 60_000
+
+
+class Breaker:
+    """Of one kind of work: "reads" or "writes". Ownership: the node's owner thread.
+
+    It is closed while the place works; open, it lets nothing through but a probe, after a second,
+    then after two, and so on up to a minute.
+    """
+
+    def __init__(self, work: str, path: str) -> None:
+        self.is_open = False
+        self.is_probing = False
+        self.reason = ""
+        self._work = work
+        self._path = path
+        self._failures = 0
+        self._retry_ms = RETRY_MS_MIN
+        self._retry_at_ms = 0
+
+    def failed(self, error: Exception, now_ms: int) -> bool:
+        """The place failed; whether the breaker opens by it. Says so in one line."""
+        self._failures += 1
+        if self.is_open or self._failures < FAILURES_MAX:
+            return False
+        reason = _said(error)
+        self._open(
+            reason, f"after {self._failures} failures in a row, the last is {reason}", now_ms
+        )
+        return True
+
+    def hung(self, for_ms: int, now_ms: int) -> bool:
+        """One call has not come back for so long; whether the breaker opens by it."""
+        if self.is_open:
+            return False
+        reason = f"a call has not come back for {for_ms} ms"
+        self._open(reason, f"since {reason}", now_ms)
+        return True
+
+    def _open(self, reason: str, story: str, now_ms: int) -> None:
+        self.is_open = True
+        self.reason = reason
+        self._retry_ms = RETRY_MS_MIN
+        self._retry_at_ms = now_ms + self._retry_ms
+        logger.error(
+            "disk %s: %s stop %s; engines go on without, and it is tried again by itself",
+            self._path,
+            self._work,
+            story,
+        )
+
+    def succeeded(self) -> None:
+        """The place did what was asked."""
+        self._failures = 0
+
+    def worked(self) -> None:
+        """The place did again what it did not: the breaker closes."""
+        self._failures = 0
+        if self.is_open:
+            self.is_open = False
+            self.reason = ""
+            logger.warning("disk %s: %s work again", self._path, self._work)
+
+    def wants_probe(self, now_ms: int) -> bool:
+        """Whether it is time to try; then `is_probing` until `probed`."""
+        if not self.is_open or self.is_probing or now_ms < self._retry_at_ms:
+            return False
+        self.is_probing = True
+        return True
+
+    def probed(self, error: Exception | None, now_ms: int) -> None:
+        """How the probe went."""
+        self.is_probing = False
+        if not self.is_open:
+            return
+        if error is None:
+            self.worked()
+            return
+        self.reason = _said(error)
+        self._retry_ms = min(2 * self._retry_ms, RETRY_MS_MAX)
+        self._retry_at_ms = now_ms + self._retry_ms
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"errno {error.errno} ({error.strerror})"
+    return str(error)

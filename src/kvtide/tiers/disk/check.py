@@ -1,0 +1,142 @@
+"""Proof of everything that a directory holds, record by record; safe beside a running node.
+
+It only reads. What rows and index name is looked for in the segment, header and blocks are proven;
+a record that differs is looked up once more at the end, since the node may have taken it away
+meanwhile: only what the rows still name then is damaged.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtide.codec import record as codec
+from kvtide.core.layout import CELL_ALIGN_BYTES
+from kvtide.core.records import Record
+from kvtide.errors import CorruptRecord, UnknownFormat
+from kvtide.tiers.disk import sealing
+from kvtide.tiers.disk.columns import Columns
+from kvtide.tiers.disk.directory import Directory, parsed_name
+from kvtide.tiers.disk.files import Files, SystemFiles
+from kvtide.tiers.disk.rows import Kept
+from kvtide.tiers.disk.scan import Scan
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One record, or what keeps a whole segment from being read.
+
+    Attributes:
+        segment: number of its file.
+        offset_bytes: where it begins; None for a whole segment.
+        length_bytes: at rest.
+        record: what rows say that it is; None for a whole segment.
+        fault: what is wrong; empty where it is proven.
+    """
+
+    segment: int
+    offset_bytes: int | None
+    length_bytes: int
+    record: Record | None
+    fault: str = ""
+
+
+def segments_of(path: Path, files: Files | None = None) -> dict[int, int]:
+    """Numbers of the segments of a directory, in order, and what each takes: the extent of a
+    check. Raises OSError."""
+    reading = files or SystemFiles()
+    found: dict[int, int] = {}
+    for name in reading.names(str(path)):
+        ours = parsed_name(name)
+        if ours is not None and ours[1] == "segment":
+            with suppress(FileNotFoundError):  # the node has unlinked it meanwhile
+                found[ours[0]] = reading.size_at(f"{path}/{name}").allocated_bytes
+    return dict(sorted(found.items()))
+
+
+def listed(path: Path, files: Files | None = None) -> Iterator[Checked]:
+    """All records as rows and indexes name them, in order; nothing is proven. Raises OSError."""
+    directory = Directory(str(path), files or SystemFiles())
+    for number in segments_of(path, files):
+        try:
+            columns = _named(directory, number)
+        except FileNotFoundError:
+            continue  # the node has unlinked it meanwhile
+        except (OSError, CorruptRecord, UnknownFormat) as error:
+            yield Checked(number, None, 0, None, str(error))
+            continue
+        for kept in sealing.kept_of(columns):
+            record, length_bytes = _record_of(columns, kept)
+            yield Checked(number, kept.offset_bytes, length_bytes, record)
+
+
+def _record_of(columns: Columns, kept: Kept) -> tuple[Record, int]:
+    """A record, and its bytes at rest."""
+    kind = columns.kinds[kept.kind]
+    record = Record(kind.root, kept.parent, kept.key, kept.digests, kind.layout)
+    return record, codec.stored_bytes(kind.layout, record.blocks)
+
+
+def check(path: Path, first_segment: int = 0, files: Files | None = None) -> Iterator[Checked]:
+    """Prove all records from a segment on, in order: who keeps the number of the last one that is
+    done can go on from there. Raises OSError where the directory itself cannot be read."""
+    directory = Directory(str(path), files or SystemFiles())
+    for number in segments_of(path, files):
+        if number >= first_segment:
+            yield from _check_segment(directory, number)
+
+
+def _check_segment(directory: Directory, number: int) -> Iterator[Checked]:
+    try:
+        columns = _named(directory, number)
+        scan = Scan(directory, number)
+    except FileNotFoundError:
+        return  # the node has unlinked it meanwhile
+    except (OSError, CorruptRecord, UnknownFormat) as error:
+        yield Checked(number, None, 0, None, str(error))
+        return
+    try:
+        for kept in sealing.kept_of(columns):
+            record, length = _record_of(columns, kept)
+            fault = _fault(scan, kept.offset_bytes, record)
+            if fault and not _is_still_named(directory, number, kept):
+                continue
+            yield Checked(number, kept.offset_bytes, length, record, fault)
+    finally:
+        scan.close()
+
+
+def _named(directory: Directory, number: int) -> Columns:
+    """What rows and index name together; nothing where neither is there: the segment has just
+    been begun, or a start will go by its headers.
+
+    Raises:
+        OSError, CorruptRecord, UnknownFormat: they cannot be read.
+    """
+    rows = sealing.read_rows(directory, number)  # first: the index is there before they go
+    return sealing.joined(sealing.read_index(directory, number), rows)
+
+
+def _fault(scan: Scan, offset_bytes: int, record: Record) -> str:
+    """What is wrong with the record at a place; empty: nothing."""
+    try:
+        headers = scan.headers_at(offset_bytes)
+        if not headers:
+            return f"no record begins at byte {offset_bytes}"
+        if headers[0].record != record:
+            return f"at byte {offset_bytes} is {headers[0].record.key.hex()}"
+        scan.verify(offset_bytes, headers)
+    except (CorruptRecord, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _is_still_named(directory: Directory, number: int, kept: Kept) -> bool:
+    try:
+        columns = _named(directory, number)
+    except (OSError, CorruptRecord, UnknownFormat):
+        return False
+    page = kept.offset_bytes // CELL_ALIGN_BYTES
+    return any(
+        key == kept.key and at == page for key, at in zip(columns.keys, columns.pages, strict=True)
+    )

@@ -1,0 +1,159 @@
+"""Clears that outlive the node: what was cleared is not found again, whatever comes in between.
+
+    UP_TO.SALT.FINGERPRINT.cleared      an empty file in the directory
+
+Rows and holes of what was cleared follow at leisure, and a kill may come first. So a clear begins
+with one file: its name says which records it means and up to which segment, and each start goes
+by it. What is stored after a clear lies in a later segment. The file goes once no segment up to
+that one is left. It is empty because a full drive, or one that refuses writes, still takes a name;
+and a name is there whole or not at all.
+
+Ownership: `Clears` is the node's owner's thread's; the writing thread makes and removes the files.
+"""
+
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvtide.tiers.disk.ops import ClearOp, Ended
+from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.disk.workers import Workers
+
+logger = logging.getLogger("kvtide.disk")
+
+CLEARED = ".cleared"
+CLEARS_MAX = 4096
+"""Files at a time; one clear more means all records."""
+WAIT_S_MAX = 0.2
+"""So long a clear waits for its file, which takes a millisecond: who is told that it is done may
+rely on it. A drive that hangs delays the owner by no more, and makes it when it works again."""
+_NAME = re.compile(r"([0-9]{8})\.(all|none|[0-9a-f]{64})\.(all|[0-9a-f]{64})\.cleared")
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Which records a clear means: None stands for any."""
+
+    salt_digest: bytes | None
+    fingerprint: bytes | None
+
+    def has(self, kind: Kind) -> bool:
+        """Whether records of this kind are meant."""
+        root = kind.root
+        return self.salt_digest in (None, root.salt_digest) and self.fingerprint in (
+            None,
+            root.fingerprint,
+        )
+
+
+EVERYTHING = Scope(None, None)
+
+
+def name_of(scope: Scope, up_to: int) -> str:
+    """Of its file."""
+    salt, fingerprint = scope.salt_digest, scope.fingerprint
+    salt_part = "all" if salt is None else salt.hex() or "none"
+    fingerprint_part = "all" if fingerprint is None else fingerprint.hex()
+    return f"{up_to:08d}.{salt_part}.{fingerprint_part}{CLEARED}"
+
+
+def parsed(name: str) -> tuple[Scope, int] | None:
+    """What a file's name says; None: it is no clear."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    up_to, salt, fingerprint = match.groups()
+    salt_digest = None if salt == "all" else b"" if salt == "none" else bytes.fromhex(salt)
+    scope = Scope(salt_digest, None if fingerprint == "all" else bytes.fromhex(fingerprint))
+    return scope, int(up_to)
+
+
+class Clears:
+    """All that still matter."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._up_to: dict[Scope, int] = {}
+        self._to_make: dict[str, None] = {}
+        self._to_remove: dict[str, None] = {}
+        self._left_alone = 0
+
+    def __len__(self) -> int:
+        return len(self._up_to)
+
+    # ---- a start
+
+    def take(self, names: Iterable[str]) -> None:
+        """What the directory's files say."""
+        for name in names:
+            said = parsed(name)
+            if said is None:
+                continue
+            scope, up_to = said
+            before = self._up_to.get(scope, 0)
+            self._up_to[scope] = max(before, up_to)
+            if before:
+                self._to_remove[name_of(scope, min(before, up_to))] = None
+
+    @property
+    def last(self) -> int:
+        """Segments that are begun have higher numbers."""
+        return max(self._up_to.values(), default=0)
+
+    def means(self, kind: Kind, segment: int) -> bool:
+        """Whether records of this kind in this segment were cleared."""
+        salt, fingerprint = kind.root.salt_digest, kind.root.fingerprint
+        scopes = (Scope(a, b) for a in (None, salt) for b in (None, fingerprint))
+        return bool(self._up_to) and any(segment <= self._up_to.get(one, 0) for one in scopes)
+
+    def leave_alone(self, segment: int) -> None:
+        """What this one holds is not known: all clears of it stay."""
+        self._left_alone = self._left_alone or segment
+
+    # ---- later
+
+    def add(self, scope: Scope, up_to: int, *, is_waiting: bool) -> None:
+        """A clear of all segments up to this one; with `is_waiting`, of a drive that works."""
+        if not up_to:
+            return
+        gone = [scope] if scope in self._up_to else []
+        if scope == EVERYTHING:
+            gone = list(self._up_to)
+        for one in gone:
+            self._remove(one)
+        self._up_to[scope] = up_to
+        self._to_remove.pop(name_of(scope, up_to), None)
+        self._to_make[name_of(scope, up_to)] = None
+        self.retry(WAIT_S_MAX if is_waiting else 0.0)
+
+    def forget(self, segments: Iterable[int]) -> None:
+        """Only these segments are left: clears of none of them are done with."""
+        left = [*segments, self._left_alone] if self._left_alone else segments
+        first = min(left, default=self.last + 1)
+        for scope, up_to in list(self._up_to.items()):
+            if up_to < first:
+                self._remove(scope)
+
+    def _remove(self, scope: Scope) -> None:
+        name = name_of(scope, self._up_to.pop(scope))
+        self._to_make.pop(name, None)
+        self._to_remove[name] = None
+
+    def retry(self, wait_s: float = 0.0) -> None:
+        """Have done what is still to do, ahead of all that waits to be written."""
+        if self._to_make or self._to_remove:
+            op = ClearOp(tuple(self._to_make), tuple(self._to_remove))
+            self._to_make, self._to_remove = {}, {}
+            self._workers.clear(op, wait_s)
+
+    def ended(self, ended: Ended) -> None:
+        """What failed is still to do."""
+        op = ended.op
+        assert isinstance(op, ClearOp), op
+        if ended.error is None:
+            return
+        held = {name_of(scope, up_to) for scope, up_to in self._up_to.items()}
+        self._to_make.update(dict.fromkeys(name for name in op.names if name in held))
+        removed = [name for name in (*op.names, *op.old_names) if name not in held]
+        self._to_remove.update(dict.fromkeys(removed))

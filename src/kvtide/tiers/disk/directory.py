@@ -1,0 +1,220 @@
+"""The directory of a disk tier: names, how its files are opened, and what the machine grants.
+
+    LOCK                held by the one node that uses the directory; holds its process number
+    NNNNNNNN.segment    records, one behind the other
+    NNNNNNNN.rows       which of them are complete or gone, since the index was written
+    NNNNNNNN.index      the same of a sealed segment, to be read at once
+    *.tmp               being written; removed at a start
+
+Anything else in it is somebody else's and left alone.
+"""
+
+import errno
+import logging
+import os
+import re
+import stat
+from dataclasses import dataclass
+
+from kvtide.errors import ConfigError
+from kvtide.tiers.disk.files import Files, page_memory, write_fully
+
+logger = logging.getLogger("kvtide.disk")
+
+LOCK = "LOCK"
+SEGMENT, ROWS, INDEX = "segment", "rows", "index"
+SUFFIXES = (SEGMENT, ROWS, INDEX)
+TEMPORARY = ".tmp"
+SEGMENT_NUMBER_MAX = 99_999_999
+PROBE_BYTES = 4096
+_NAME = re.compile(r"([0-9]{8})\.(segment|rows|index)")
+REFUSED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""How a file system says that it has no such call."""
+
+
+@dataclass(slots=True)
+class Directory:
+    """One directory, as every thread may read it.
+
+    Attributes:
+        path: absolute.
+        files: the file system.
+        sync: when what was written is made to outlive a loss of power: "none", "sealed" (when a
+            segment is full), "each" (with each record).
+        is_direct: whether reads and writes of records pass by the page cache.
+        device, inode: of the file that is locked: a directory with another one is not ours.
+    """
+
+    path: str
+    files: Files
+    sync: str = "sealed"
+    is_direct: bool = True
+    device: int = 0
+    inode: int = 0
+    lock_descriptor: int = -1
+
+    def at(self, number: int, suffix: str) -> str:
+        """Path of a file of a segment."""
+        return f"{self.path}/{number:08d}.{suffix}"
+
+    @property
+    def lock_path(self) -> str:
+        """Path of the lock's file."""
+        return f"{self.path}/{LOCK}"
+
+    def open_segment(self, number: int, flags: int) -> int:
+        """A descriptor for records; raises OSError."""
+        direct = os.O_DIRECT if self.is_direct else 0
+        return self.files.open(self.at(number, SEGMENT), flags | direct)
+
+    def is_there(self) -> bool:
+        """Whether the directory is the one that was locked: a mount may be gone from above it, or
+        another node have it, after somebody emptied it."""
+        try:
+            found = self.files.link_at(self.lock_path)
+        except OSError:
+            return False
+        return (found.device, found.inode) == (self.device, self.inode)
+
+    def require(self) -> None:
+        """Raises OSError ENOENT where `is_there` is not so."""
+        if not self.is_there():
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
+
+    def take(self) -> None:
+        """Make the directory if need be, and lock it.
+
+        Raises:
+            ConfigError: another node has it, or it cannot be used.
+        """
+        try:
+            self.files.make_directory(self.path)
+            self._require_own()
+            self._lock()
+        except OSError as error:
+            raise ConfigError(
+                f"disk_path {self.path} cannot be used: {error.strerror or error};"
+                " name a directory of a local drive that this user may write to"
+            ) from error
+
+    def _require_own(self) -> None:
+        """Nobody else may write to it: records are trusted, and files in it overwritten.
+
+        Raises:
+            ConfigError: somebody may.
+        """
+        user = os.geteuid()
+        link, found = self.files.link_at(self.path), self.files.size_at(self.path)
+        wrong = ""
+        if link.owner not in (0, user):
+            wrong = f"is a link that user {link.owner} has made"
+        elif found.owner != user:
+            wrong = f"belongs to user {found.owner}, and the node runs as user {user}"
+        elif found.mode & (stat.S_IWGRP | stat.S_IWOTH):
+            wrong = f"may be written to by others (its mode is {stat.S_IMODE(found.mode):o})"
+        if wrong:
+            raise ConfigError(
+                f"disk_path {self.path} {wrong}; its records are trusted, so it has to be this"
+                " user's alone: name a directory below it, which the node makes, or chown it and"
+                " chmod it to 700"
+            )
+
+    def _lock(self) -> None:
+        descriptor = self.files.open(self.lock_path, os.O_RDWR | os.O_CREAT)
+        if not self.files.lock(descriptor):
+            content = bytearray(32)
+            count = self.files.read_at(descriptor, [memoryview(content)], 0)
+            self.files.close(descriptor)
+            holder = content[:count].decode("ascii", "replace").strip() or "unknown"
+            raise ConfigError(
+                f"disk_path {self.path} is used by process {holder}; one node may use it at a time"
+            )
+        before = self.device, self.inode
+        try:
+            found = self.files.size(descriptor)
+            self.device, self.inode = found.device, found.inode
+            self.require()  # the file that was opened may have been replaced before it was locked
+        except OSError:
+            self.device, self.inode = before
+            self.files.close(descriptor)
+            raise
+        try:
+            self.files.truncate(descriptor, 0)
+            write_fully(self.files, descriptor, [f"{os.getpid()}\n".encode()], 0)
+        except OSError as error:  # a full or read-only drive can still be read
+            logger.warning("%s: %s", self.lock_path, error)
+        self.lock_descriptor = descriptor
+
+    def renew(self) -> None:
+        """Make an emptied directory ours again, if it lies where it lay; raises OSError."""
+        try:
+            found = self.files.size_at(self.path)
+        except FileNotFoundError:
+            found = self.files.size_at(os.path.dirname(self.path))
+        if found.device != self.device:
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
+        self.files.make_directory(self.path)
+        self._require_own()
+        before = self.lock_descriptor
+        self._lock()
+        if before >= 0:
+            self.files.close(before)
+
+    def free(self) -> None:
+        """Give the lock back."""
+        if self.lock_descriptor >= 0:
+            self.files.close(self.lock_descriptor)
+            self.lock_descriptor = -1
+
+    def probe(self) -> None:
+        """Write, read and punch a page: the place works.
+
+        Raises:
+            OSError: it does not.
+        """
+        path = f"{self.path}/probe{TEMPORARY}"
+        direct = os.O_DIRECT if self.is_direct else 0
+        page = page_memory(PROBE_BYTES)
+        descriptor = self.files.open(path, os.O_RDWR | os.O_CREAT | direct)
+        try:
+            write_fully(self.files, descriptor, [page], 0)
+            self.files.read_at(descriptor, [page], 0)
+            self.files.punch(descriptor, 0, PROBE_BYTES)
+        finally:
+            self.files.close(descriptor)
+            self.files.unlink(path)
+
+    def learn(self) -> None:
+        """Find out at a start what the file system takes; one line says which and why.
+
+        Raises:
+            ConfigError: it cannot give the space of evicted records back.
+        """
+        for self.is_direct in (True, False):
+            try:
+                self.probe()
+            except OSError as error:
+                if error.errno == errno.EOPNOTSUPP:
+                    raise ConfigError(
+                        f"disk_path {self.path}: its file system cannot punch holes, so space of"
+                        " evicted records would not come back; use ext4, XFS, Btrfs or tmpfs"
+                    ) from error
+                if error.errno not in REFUSED:
+                    logger.warning("disk %s cannot be written to: %s", self.path, error)
+                    self.is_direct = True
+                    return
+                logger.info(
+                    "disk %s: plain I/O, since its file system refuses O_DIRECT (%s)",
+                    self.path,
+                    error.strerror,
+                )
+            else:
+                break
+        if self.is_direct:
+            logger.info("disk %s: O_DIRECT, past the page cache", self.path)
+
+
+def parsed_name(name: str) -> tuple[int, str] | None:
+    """Number and suffix of a file of ours; None for anything else."""
+    match = _NAME.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None

@@ -1,0 +1,89 @@
+"""Which records begin with a block: how partial matches are found.
+
+A block's digest stands for all that is before it, so records that begin with one block have one
+parent. Most first blocks are of one record, so a number is enough for them: the first eight bytes
+of the digest lead to a row, and only what shares them costs a dictionary of its own.
+
+Ownership: the node's owner thread, as part of the catalog.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from array import array
+
+CANDIDATES_MAX = 128
+"""Records with one first block that a partial match looks at, latest first: bounds a lookup."""
+
+
+class Firsts:
+    """Rows by the first digest of their records."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, int] = {}
+        self._others: dict[int, dict[int, None]] = {}
+        self._later: deque[tuple[range, tuple[bytes, ...], array[int]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._rows) + sum(len(rows) for rows in self._others.values())
+
+    def add(self, digests: bytes, row: int) -> None:
+        """A record with these digests has this row."""
+        first = first_of(digests)
+        if self._rows.setdefault(first, row) != row:
+            self._others.setdefault(first, {})[row] = None
+
+    def remove(self, digests: bytes, row: int) -> None:
+        """It is gone; nothing happens if it is still to be listed."""
+        first = first_of(digests)
+        others = self._others.get(first)
+        if self._rows.get(first) == row:
+            del self._rows[first]
+            if others:
+                heir = next(iter(others))
+                del others[heir]
+                self._rows[first] = heir
+        elif others is not None:
+            others.pop(row, None)
+        if others is not None and not others:
+            del self._others[first]
+
+    def beginning(self, digests: bytes) -> Iterator[int]:
+        """Rows whose first digest begins like this one, latest first, a bounded number."""
+        first = first_of(digests)
+        others = self._others.get(first)
+        if others:
+            for _, row in zip(range(CANDIDATES_MAX), reversed(others), strict=False):
+                yield row
+        if first in self._rows:
+            yield self._rows[first]
+
+    # ---- a start
+
+    def add_later(self, rows: range, keys: tuple[bytes, ...], firsts: "array[int]") -> None:
+        """Many at once, to be listed by `list_some`."""
+        self._later.append((rows, keys, firsts))
+
+    def list_some(self, held: Sequence[bytes | None]) -> None:
+        """List one such run; `held` are the keys of rows now: what has gone is left out."""
+        put = self._rows.setdefault
+        rows, keys, firsts = self._later.popleft()
+        for row, key, first in zip(rows, keys, firsts, strict=True):
+            if held[row] is key and put(first, row) != row:
+                self._others.setdefault(first, {})[row] = None
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether nothing waits for `list_some`."""
+        return not self._later
+
+    def stop_listing(self) -> None:
+        """Partial matches are not asked for any more."""
+        self._later.clear()
+
+
+def first_of(digests: bytes) -> int:
+    """The first eight bytes as a number."""
+    return int.from_bytes(digests[:8], "little")

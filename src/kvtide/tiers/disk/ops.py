@@ -1,0 +1,120 @@
+"""What the owner asks of the I/O threads, and what they say when it has ended."""
+
+import threading
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvtide.tiers.base import LoadJob, StoreJob
+from kvtide.tiers.disk.catalog import Place
+from kvtide.tiers.disk.rows import Kind
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadOp:
+    """Fill a job's cells from a place, and verify them."""
+
+    job: LoadJob
+    place: Place
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoreOp:
+    """Write a job's cells to a place and say so in the rows log.
+
+    Attributes:
+        kind, kind_number: of the record, for the log.
+        reserve_bytes: what the owner has set aside for it until it has ended.
+    """
+
+    job: StoreJob
+    place: Place
+    kind: Kind
+    kind_number: int
+    reserve_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FreeOp:
+    """Give the space of records of one segment back."""
+
+    segment: int
+    places: list[Place]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnlinkOp:
+    """Remove a segment, which holds no record any more."""
+
+    segment: int
+    places: list[Place]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SealOp:
+    """Nothing is appended to a segment from now on: write its index, or write it anew."""
+
+    segment: int
+    reserve_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProbeOp:
+    """Does the place take writes again?"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadProbeOp:
+    """Can this record be read again? (Its first page; None: there is none.)"""
+
+    place: Place | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeasureOp:
+    """How much is free?"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClearOp:
+    """Make the files that say what was cleared, so that they outlive a loss of power; then remove
+    those that are done with. `is_done` is set when it has ended, well or not."""
+
+    names: tuple[str, ...]
+    old_names: tuple[str, ...]
+    is_done: threading.Event = field(default_factory=threading.Event)
+
+
+WriteOp: TypeAlias = (
+    StoreOp | FreeOp | UnlinkOp | SealOp | ProbeOp | ReadProbeOp | MeasureOp | ClearOp
+)
+Op: TypeAlias = LoadOp | WriteOp
+
+
+def bare(error: Exception) -> Exception:
+    """An error without the frames that it came through: those hold cells, and the node, which
+    does not collect cycles, would keep them for ever."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+@dataclass(slots=True)
+class Ended:
+    """How an operation ended.
+
+    Attributes:
+        op: it.
+        error: why it failed, `bare`; None if it did not. OSError: the place. CorruptRecord: the
+            bytes.
+        allocated: of the files of its segment that it touched: what they take now, by suffix;
+            0 where one is gone.
+        free_bytes: of the file system, afterwards; None where it was not asked.
+        is_lost: the file that should hold the record is not there, though the directory is.
+        is_spoiled: the segment's rows log cannot be appended to any more.
+    """
+
+    op: Op
+    error: Exception | None = None
+    allocated: dict[str, int] = field(default_factory=dict)
+    free_bytes: int | None = None
+    is_lost: bool = False
+    is_spoiled: bool = False

@@ -1,0 +1,207 @@
+"""Making room: what is taken out of the catalog, and how its space comes back.
+
+    catalog.remove ─► doomed (of its segment) ─► FreeOp: rows, then holes ─► free
+                   └► parked, while it is being loaded ┘
+    nothing live in a segment ─► UnlinkOp: its files ─► free
+
+Space counts as free once the file system says so, never before. Ownership: the owner thread.
+"""
+
+from kvtide.tiers.disk.catalog import Catalog, Place
+from kvtide.tiers.disk.ops import Ended, FreeOp, SealOp, UnlinkOp
+from kvtide.tiers.disk.space import Segment, Space
+from kvtide.tiers.disk.workers import Workers
+
+WATERMARK_RATIO = 0.95
+"""Eviction starts here, so that a store seldom waits for one."""
+EVICTIONS_MAX = 256
+"""Of one call: the owner has other things to do; the rest comes with the next."""
+REWRITE_ROWS_MIN, REWRITE_RATIO = 32, 0.125
+"""An index is written anew once more than so many of its rows are gone: a start takes in what is
+gone one by one, and what is there at once."""
+
+
+class Room:
+    """Takes records away and gives their space back."""
+
+    def __init__(self, catalog: Catalog, space: Space, workers: Workers) -> None:
+        self.evicted = 0
+        self.has_more = False
+        """Whether the last call ended at its limit, not at its goal."""
+        self._catalog = catalog
+        self._space = space
+        self._workers = workers
+        self._readers: dict[tuple[int, int], int] = {}
+        self._parked: dict[tuple[int, int], Place] = {}
+        self._dirty: set[int] = set()
+        self._failed: dict[int, list[Place]] = {}
+        self._removals_under_way = 0
+
+    # ---- loads
+
+    def begin_load(self, place: Place) -> None:
+        """Its bytes stay where they are until `end_load`."""
+        spot = (place.segment, place.offset_bytes)
+        self._readers[spot] = self._readers.get(spot, 0) + 1
+
+    def end_load(self, place: Place) -> None:
+        """One load fewer."""
+        spot = (place.segment, place.offset_bytes)
+        count = self._readers.pop(spot) - 1
+        if count:
+            self._readers[spot] = count
+        elif spot in self._parked:
+            self._doom(self._parked.pop(spot))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether room may come by itself: something is on its way out, or being loaded."""
+        return bool(self._removals_under_way or self._readers or self._dirty)
+
+    @property
+    def is_removing(self) -> bool:
+        """Whether the writing thread still has something to give back."""
+        return self._removals_under_way > 0
+
+    # ---- taking away
+
+    def take_away(self, row: int) -> None:
+        """A record is not there any more."""
+        self.give_back(self._catalog.remove(row))
+
+    def give_back(self, place: Place) -> None:
+        """Bytes that no row speaks of are free as soon as nobody loads them."""
+        spot = (place.segment, place.offset_bytes)
+        if spot in self._readers:
+            self._parked[spot] = place
+        else:
+            self._doom(place)
+
+    def _doom(self, place: Place) -> None:
+        segment = self._space.segments[place.segment]
+        segment.live -= 1
+        segment.doomed.append(place)
+        self._space.freeing_bytes += place.length_bytes
+        self._dirty.add(segment.number)
+
+    def never_written(self, place: Place) -> None:
+        """What was to lie here does not, and no byte of it is left."""
+        segment = self._space.segments[place.segment]
+        segment.live -= 1
+        self._look_at(segment)
+
+    def sweep(self) -> bool:
+        """One slice of what nobody can reach; whether there is more."""
+        for place in self._catalog.sweep():
+            self.give_back(place)
+        return not self._catalog.is_swept
+
+    def evict(self, need_bytes: int, limit_bytes: int) -> bool:
+        """Take leaves away until this fits below a limit once all is free; whether it will."""
+        self.has_more = False
+        for _ in range(EVICTIONS_MAX):
+            if self._space.excess_bytes(need_bytes, limit_bytes) <= 0:
+                return True
+            row = self._catalog.coldest()
+            if row is None:
+                return False
+            self.take_away(row)
+            self.evicted += 1
+        self.has_more = True
+        return True
+
+    def flush(self) -> None:
+        """Let the writing thread give back what was taken away."""
+        for number in self._dirty:
+            segment = self._space.segments.get(number)
+            if segment is None or segment.is_going:
+                continue
+            places, segment.doomed = segment.doomed, []
+            if segment.live == 0 and segment is not self._space.active:
+                segment.is_going = True
+                self._submit(segment, UnlinkOp(number, places))
+            elif places:
+                self._submit(segment, FreeOp(number, places))
+        self._dirty.clear()
+
+    def _submit(self, segment: Segment, op: FreeOp | UnlinkOp) -> None:
+        """To the one thread that works on this segment: never two at a time on its rows."""
+        self._removals_under_way += 1
+        if segment.is_sealed and not segment.writer_ops:
+            self._workers.free(op)
+        else:
+            segment.writer_ops.add(op)
+            self._workers.write(op)
+
+    # ---- how it ended
+
+    def ended(self, ended: Ended) -> None:
+        """A removal has ended; one that failed is tried again by `retry`."""
+        op = ended.op
+        assert isinstance(op, FreeOp | UnlinkOp), op
+        self._removals_under_way -= 1
+        self._space.freeing_bytes -= sum(place.length_bytes for place in op.places)
+        segment = self._space.segments[op.segment]
+        segment.writer_ops.discard(op)
+        if ended.error is not None:
+            self._failed.setdefault(op.segment, []).extend(op.places)
+            if isinstance(op, UnlinkOp):
+                segment.is_going = False
+            return
+        if isinstance(op, UnlinkOp):
+            self._space.freeing_bytes -= sum(place.length_bytes for place in segment.doomed)
+            self._failed.pop(op.segment, None)
+            self._space.drop(segment)
+        else:
+            self._look_at(segment)
+
+    def retry(self) -> None:
+        """Try again what could not be given back."""
+        for number, places in self._failed.items():
+            self._space.segments[number].doomed += places
+            self._space.freeing_bytes += sum(place.length_bytes for place in places)
+        self._dirty.update(self._failed)
+        self._failed.clear()
+
+    def roll(self) -> None:
+        """Nothing is appended to the active segment from now on."""
+        segment = self._space.active
+        if segment is None:
+            return
+        reserve = segment.index_bytes_max
+        self._space.active = None
+        if segment.live == 0:
+            self._dirty.add(segment.number)
+        else:
+            self._space.reserved_bytes += reserve
+            self._workers.write(SealOp(segment.number, reserve))
+
+    def sealed(self, ended: Ended) -> None:
+        """An index was written, or not: then the rows log stays."""
+        op = ended.op
+        assert isinstance(op, SealOp), op
+        self._space.reserved_bytes -= op.reserve_bytes
+        segment = self._space.segments.get(op.segment)
+        if segment is None:
+            return
+        segment.is_rewriting = False
+        if ended.error is None:
+            segment.is_sealed = True
+            segment.indexed = segment.row_count = segment.live
+        self._look_at(segment)
+
+    def _look_at(self, segment: Segment) -> None:
+        """Unlink what is empty; write anew the index of what has become less."""
+        if segment is self._space.active or segment.is_going:
+            return
+        if segment.live == 0:
+            self._dirty.add(segment.number)
+            return
+        gone = segment.indexed - segment.live
+        is_less = gone > max(REWRITE_ROWS_MIN, REWRITE_RATIO * segment.indexed)
+        is_idle = segment.is_sealed and not (segment.is_rewriting or segment.writer_ops)
+        reserve = segment.index_bytes_max
+        if is_less and is_idle and self._space.is_room_for(reserve):
+            segment.is_rewriting = True
+            self._space.reserved_bytes += reserve
+            self._workers.free(SealOp(segment.number, reserve))

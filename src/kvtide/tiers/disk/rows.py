@@ -1,0 +1,246 @@
+"""What is written beside a segment file: which of its records are complete, and which are gone.
+
+A *rows log* (`NNNNNNNN.rows`) grows by one write for each record that is complete, and for each
+run of records taken away. It begins with an opening; each row is
+
+    kind u32 │ body bytes u32 │ xxh3_64 of all that, of its segment and of its place │ body
+
+so a row that was torn, damaged, moved or copied ends the log. Rows speak of roots and layouts by
+the number of a definition ahead of them in the same log. docs/formats.md has the bodies.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvtide.codec import record as codec
+from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
+from kvtide.core.layout import BLOCKS_PER_CHUNK_MAX, CELL_ALIGN_BYTES, KVLayout
+from kvtide.core.records import RootName
+from kvtide.errors import CorruptRecord, UnknownFormat
+
+LOG_MAGIC = b"kvtidROW"
+VERSION = 1
+
+KIND, KEPT, GONE = 1, 2, 3
+"""Rows: a root and a layout; a record that is complete; records that are not there any more."""
+
+_OPENING = struct.Struct("<8sII")
+OPENING_BYTES = _OPENING.size
+_HEAD = struct.Struct("<IIQ")
+_LABEL = struct.Struct("<II")
+_KEPT = struct.Struct("<QII32s32s")
+_KIND = struct.Struct("<I32s32sB32sB64sIII")
+BODY_BYTES_MAX = 1 << 20
+_PLACE_BITS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What most records of a segment share: where their chain starts, and their geometry."""
+
+    root: RootName
+    layout: KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One record that is complete.
+
+    Attributes:
+        offset_bytes: where it begins in its segment.
+        kind: number of its definition.
+        key, parent, digests: as in `Record`.
+    """
+
+    offset_bytes: int
+    kind: int
+    key: bytes
+    parent: bytes
+    digests: bytes
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that it holds."""
+        return len(self.digests) // INNER_DIGEST_BYTES
+
+
+@dataclass(slots=True)
+class Rows:
+    """What a log says.
+
+    Attributes:
+        kinds: definitions by number.
+        kept: records by offset, without those that are gone.
+        gone: offsets of those.
+        end_bytes: where the last good row ends.
+        is_whole: whether nothing follows it.
+    """
+
+    kinds: dict[int, Kind] = field(default_factory=dict)
+    kept: dict[int, Kept] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    end_bytes: int = 0
+    is_whole: bool = False
+
+
+def opening(segment: int) -> bytes:
+    """How the log of a segment begins."""
+    return _OPENING.pack(LOG_MAGIC, VERSION, segment)
+
+
+def _row(segment: int, at_bytes: int, kind: int, body: bytes) -> bytes:
+    label = _LABEL.pack(kind, len(body))
+    seal = codec.checksum(label + body, segment << _PLACE_BITS ^ at_bytes)
+    return _HEAD.pack(kind, len(body), seal) + body
+
+
+def kept_row(segment: int, at_bytes: int, kept: Kept) -> bytes:
+    """The row of a complete record, for this place in the log."""
+    body = _KEPT.pack(kept.offset_bytes, kept.kind, kept.blocks, kept.key, kept.parent)
+    return _row(segment, at_bytes, KEPT, body + kept.digests)
+
+
+def gone_row(segment: int, at_bytes: int, offsets: list[int]) -> bytes:
+    """The row that takes records away."""
+    assert 8 * len(offsets) <= BODY_BYTES_MAX, len(offsets)
+    return _row(segment, at_bytes, GONE, struct.pack(f"<{len(offsets)}Q", *offsets))
+
+
+def kind_row(segment: int, at_bytes: int, number: int, kind: Kind) -> bytes:
+    """The row of a definition."""
+    return _row(segment, at_bytes, KIND, kind_bytes(number, kind))
+
+
+def kind_bytes(number: int, kind: Kind) -> bytes:
+    """A definition, as logs and indexes hold it."""
+    root, layout = kind.root, kind.layout
+    return _KIND.pack(
+        number,
+        root.key,
+        root.fingerprint,
+        len(root.salt_digest),
+        root.salt_digest,
+        len(root.epoch),
+        root.epoch,
+        layout.block_tokens,
+        layout.blocks_per_chunk,
+        layout.shard_count,
+    ) + struct.pack(f"<{layout.shard_count}Q", *layout.cell_bytes)
+
+
+def read_kind(body: memoryview) -> tuple[int, Kind, int]:
+    """A definition at the start of these bytes: its number, what it says, its length.
+
+    Raises:
+        CorruptRecord: it is none.
+    """
+    if len(body) < _KIND.size:
+        raise CorruptRecord("a definition is cut short")
+    number, key, fingerprint, salt_bytes, salt, epoch_bytes, epoch, *sizes = _KIND.unpack_from(
+        body
+    )
+    block_tokens, blocks_per_chunk, shard_count = sizes
+    length = _KIND.size + 8 * shard_count
+    if not (
+        0 < shard_count <= codec.SHARDS_MAX
+        and 0 < blocks_per_chunk <= BLOCKS_PER_CHUNK_MAX
+        and 0 < block_tokens <= codec.BLOCK_TOKENS_MAX
+        and salt_bytes in (0, len(salt))
+        and epoch_bytes <= len(epoch)
+        and len(body) >= length
+    ):
+        raise CorruptRecord(f"a definition has numbers that cannot be: {sizes}")
+    cell_bytes = struct.unpack_from(f"<{shard_count}Q", body, _KIND.size)
+    if any(not 0 < size <= codec.CELL_BYTES_MAX or size % CELL_ALIGN_BYTES for size in cell_bytes):
+        raise CorruptRecord(f"a definition has cells that cannot be: {cell_bytes}")
+    root = RootName(key, fingerprint, epoch[:epoch_bytes], salt[:salt_bytes])
+    layout = KVLayout(block_tokens, block_tokens * blocks_per_chunk, cell_bytes)
+    return number, Kind(root, layout), length
+
+
+def read_log(content: memoryview, segment: int) -> Rows:
+    """All that a log says up to its end, or to what is no row of it.
+
+    Raises:
+        UnknownFormat: the log is of a version that is not ours.
+        CorruptRecord: it does not even begin as one of this segment.
+    """
+    if len(content) < OPENING_BYTES:
+        raise CorruptRecord("a rows log is cut short")
+    magic, version, number = _OPENING.unpack_from(content)
+    if magic == LOG_MAGIC and version != VERSION:
+        raise UnknownFormat(f"a rows log has format version {version}; known is {VERSION}")
+    if (magic, number) != (LOG_MAGIC, segment):
+        raise CorruptRecord(f"a rows log begins with {magic.hex()} of segment {number}")
+    rows = Rows(end_bytes=OPENING_BYTES)
+    try:
+        for kind, body in _good_rows(content, segment):
+            _take(rows, kind, body)
+            rows.end_bytes += _HEAD.size + len(body)
+    except CorruptRecord:
+        return rows
+    rows.is_whole = True
+    return rows
+
+
+def _good_rows(content: memoryview, segment: int) -> Iterator[tuple[int, memoryview]]:
+    """Rows in order; raises CorruptRecord at the first that is none."""
+    at = OPENING_BYTES
+    while at < len(content):
+        if len(content) - at < _HEAD.size:
+            raise CorruptRecord("a row is cut short")
+        kind, length, seal = _HEAD.unpack_from(content, at)
+        body = content[at + _HEAD.size : at + _HEAD.size + length]
+        if length > BODY_BYTES_MAX or len(body) != length:
+            raise CorruptRecord("a row is cut short")
+        label = _LABEL.pack(kind, length)
+        if codec.checksum(label + body, segment << _PLACE_BITS ^ at) != seal:
+            raise CorruptRecord("checksum of a row")
+        yield kind, body
+        at += _HEAD.size + length
+
+
+def _take(rows: Rows, kind: int, body: memoryview) -> None:
+    match kind:
+        case 1:  # KIND
+            number, definition, _ = read_kind(body)
+            rows.kinds[number] = definition
+        case 2:  # KEPT
+            kept = _read_kept(body, rows.kinds)
+            rows.kept[kept.offset_bytes] = kept
+        case 3:  # GONE
+            for (offset,) in struct.iter_unpack("<Q", body[: len(body) // 8 * 8]):
+                rows.kept.pop(offset, None)
+                rows.gone.add(offset)
+        case _:
+            raise CorruptRecord(f"a row of kind {kind}")
+
+
+def _read_kept(body: memoryview, kinds: dict[int, Kind]) -> Kept:
+    if len(body) < _KEPT.size:
+        raise CorruptRecord("a row is cut short")
+    offset, kind, blocks, key, parent = _KEPT.unpack_from(body)
+    digests = bytes(body[_KEPT.size :])
+    if (
+        kind not in kinds
+        or offset % CELL_ALIGN_BYTES
+        or not 0 < blocks <= kinds[kind].layout.blocks_per_chunk
+        or len(digests) != blocks * INNER_DIGEST_BYTES
+        or digests[-INNER_DIGEST_BYTES:] != key[:INNER_DIGEST_BYTES]
+    ):
+        raise CorruptRecord(f"a row says what cannot be of {key.hex()}")
+    return Kept(offset, kind, key, parent, digests)
+
+
+def kept_row_bytes(blocks: int) -> int:
+    """Length of the row of a record with so many blocks."""
+    return _HEAD.size + _KEPT.size + blocks * INNER_DIGEST_BYTES
+
+
+def kind_row_bytes(kind: Kind) -> int:
+    """Length of the row of a definition."""
+    return _HEAD.size + _KIND.size + 8 * kind.layout.shard_count
+
+
+assert _KEPT.size == 16 + 2 * KEY_BYTES

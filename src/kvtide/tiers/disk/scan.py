@@ -1,0 +1,130 @@
+"""Reading a segment by its records' own headers: what is left where rows and index are damaged.
+
+Headers begin on pages. From a good one the scan goes on behind the record; from anything else (a
+hole, a record of another version, damage) by a page.
+"""
+
+import os
+from collections.abc import Iterator
+
+from kvtide.codec import record as codec
+from kvtide.codec.record import Header
+from kvtide.core.layout import CELL_ALIGN_BYTES
+from kvtide.errors import CorruptRecord, UnknownFormat
+from kvtide.tiers.disk.directory import SEGMENT, Directory
+from kvtide.tiers.disk.files import page_memory, read_fully
+from kvtide.tiers.disk.rows import Kept, Kind
+from kvtide.units import MiB
+
+WINDOW_BYTES = MiB
+"""Read at once in search of a header."""
+
+
+class Scan:
+    """One segment, open for reading. Raises OSError as reading does."""
+
+    def __init__(self, directory: Directory, number: int) -> None:
+        self._files = directory.files
+        self._descriptor = self._files.open(directory.at(number, SEGMENT), os.O_RDONLY)
+        self.length_bytes = self._files.size(self._descriptor).length_bytes
+        self._window = page_memory(WINDOW_BYTES)
+        self._window_at = self._window_end = 0
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        self._files.close(self._descriptor)
+
+    def found(self) -> Iterator[tuple[int, list[Header]]]:
+        """Records in order: where they begin, and the headers of all their shards."""
+        at = 0
+        while at < self.length_bytes:
+            headers = self.headers_at(at)
+            if headers:
+                yield at, headers
+                record = headers[0].record
+                at += codec.stored_bytes(record.layout, record.blocks)
+            else:
+                at = self._next_candidate(at + CELL_ALIGN_BYTES)
+
+    def headers_at(self, offset_bytes: int) -> list[Header]:
+        """Of the record that begins here; empty if none does, or not all of it is there."""
+        first = self._header(offset_bytes)
+        if first is None or first.shard != 0:
+            return []
+        record, layout = first.record, first.record.layout
+        headers = [first]
+        at = offset_bytes
+        for shard in range(1, layout.shard_count):
+            at += codec.header_bytes(layout.shard_count, record.blocks)
+            at += record.blocks * layout.cell_bytes[shard - 1]
+            header = self._header(at)
+            if header is None or (header.record, header.shard) != (record, shard):
+                return []
+            if header.write_id != first.write_id:
+                return []
+            headers.append(header)
+        end = offset_bytes + codec.stored_bytes(layout, record.blocks)
+        return headers if end <= self.length_bytes else []
+
+    def verify(self, offset_bytes: int, headers: list[Header]) -> None:
+        """Prove each block of a record.
+
+        Raises:
+            CorruptRecord: says which one differs.
+        """
+        record, layout = headers[0].record, headers[0].record.layout
+        at = offset_bytes
+        for header in headers:
+            at += codec.header_bytes(layout.shard_count, record.blocks)
+            length = record.blocks * layout.cell_bytes[header.shard]
+            payload = page_memory(length)
+            count = read_fully(self._files, self._descriptor, [payload], at)
+            codec.verify_cells(header, payload[:count])
+            at += length
+
+    def _header(self, at: int) -> Header | None:
+        content = page_memory(codec.HEADER_BYTES_MAX)
+        count = read_fully(self._files, self._descriptor, [content], at)
+        try:
+            return codec.read_header(content[:count])
+        except (CorruptRecord, UnknownFormat):
+            return None
+
+    def _next_candidate(self, at: int) -> int:
+        """The next page that begins like a record."""
+        while at < self.length_bytes:
+            if not self._window_at <= at < self._window_end:
+                count = read_fully(self._files, self._descriptor, [self._window], at)
+                if count <= 0:
+                    break
+                self._window_at, self._window_end = at, at + count
+            start = at - self._window_at
+            if bytes(self._window[start : start + len(codec.MAGIC)]) == codec.MAGIC:
+                return at
+            at += CELL_ALIGN_BYTES
+        return self.length_bytes
+
+
+def kept_by_headers(
+    directory: Directory, number: int, known: set[int], *, is_proving: bool
+) -> tuple[dict[int, Kind], list[Kept]]:
+    """Records of a segment beside those at known offsets, as rows; `is_proving`: only those whose
+    every block is as it was written. Raises OSError."""
+    numbers: dict[Kind, int] = {}
+    kept = []
+    scan = Scan(directory, number)
+    try:
+        for offset, headers in scan.found():
+            if offset in known:
+                continue
+            if is_proving:
+                try:
+                    scan.verify(offset, headers)
+                except CorruptRecord:
+                    continue
+            record = headers[0].record
+            kind = numbers.setdefault(Kind(record.root, record.layout), len(numbers))
+            kept.append(Kept(offset, kind, record.key, record.parent, record.digests))
+    finally:
+        scan.close()
+    return {number: kind for kind, number in numbers.items()}, kept

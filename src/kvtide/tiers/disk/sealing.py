@@ -1,0 +1,124 @@
+"""What a segment's files say, and how they are brought into the form that a start reads quickly.
+
+    rows log only          the segment was being written
+    index                  it is sealed
+    index and rows log     some of its records are gone since; or a kill came between the writing
+                           of the index and the end of the log: rows that both hold count once
+
+The index appears by a rename, so it is whole or absent.
+"""
+
+import os
+from contextlib import suppress
+
+from kvtide.core.keys import KEY_BYTES
+from kvtide.core.layout import CELL_ALIGN_BYTES
+from kvtide.errors import CorruptRecord
+from kvtide.tiers.disk import columns as tables
+from kvtide.tiers.disk import rows as logs
+from kvtide.tiers.disk.columns import Columns
+from kvtide.tiers.disk.directory import INDEX, ROWS, TEMPORARY, Directory
+from kvtide.tiers.disk.files import read_fully, write_fully
+from kvtide.tiers.disk.rows import Kept, Kind, Rows
+
+
+def read_whole(directory: Directory, path: str) -> memoryview | None:
+    """All bytes of a small file; None where it is not there. Raises OSError."""
+    files = directory.files
+    try:
+        descriptor = files.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        length = files.size(descriptor).length_bytes
+        content = memoryview(bytearray(length))
+        return content[: read_fully(files, descriptor, [content], 0)]
+    finally:
+        files.close(descriptor)
+
+
+def read_rows(directory: Directory, number: int) -> Rows | None:
+    """A segment's rows log; None where there is none.
+
+    Raises:
+        OSError, UnknownFormat, CorruptRecord: it cannot be read, or does not even begin as one.
+    """
+    content = read_whole(directory, directory.at(number, ROWS))
+    if content is None or not len(content):
+        return None
+    return logs.read_log(content, number)
+
+
+def read_index(directory: Directory, number: int) -> Columns | None:
+    """A segment's index; None where there is none.
+
+    Raises:
+        OSError, UnknownFormat, CorruptRecord: it cannot be read.
+    """
+    content = read_whole(directory, directory.at(number, INDEX))
+    return None if content is None else tables.decode(content, number)
+
+
+def kept_of(columns: Columns) -> list[Kept]:
+    """The rows of an index, one by one."""
+    elsewhere = dict(columns.elsewhere)
+    kept = []
+    for row, key in enumerate(columns.keys):
+        back, kind = columns.back[row], columns.kind[row]
+        root_key = columns.kinds[kind].root.key
+        parent = columns.keys[row - back] if back else elsewhere.get(row, root_key)
+        assert len(parent) == KEY_BYTES, len(parent)
+        offset = columns.pages[row] * CELL_ALIGN_BYTES
+        kept.append(Kept(offset, kind, key, parent, columns.digests[row]))
+    return kept
+
+
+def joined(columns: Columns | None, rows: Rows | None) -> Columns:
+    """What both say together: records of either that are not gone."""
+    if columns is None:
+        return tables.from_rows(rows.kinds, rows.kept.values()) if rows else Columns()
+    if rows is None:
+        return columns
+    kinds: dict[int, Kind] = dict(enumerate(columns.kinds))
+    kept = {one.offset_bytes: one for one in kept_of(columns)}
+    shift = len(kinds)
+    kinds.update({number + shift: kind for number, kind in rows.kinds.items()})
+    for offset, one in rows.kept.items():
+        if offset not in kept:
+            kind = one.kind + shift
+            kept[offset] = Kept(offset, kind, one.key, one.parent, one.digests)
+    return tables.from_rows(kinds, [one for at, one in kept.items() if at not in rows.gone])
+
+
+def seal(directory: Directory, number: int) -> None:
+    """Write a segment's index from what its files say, and end its rows log.
+
+    Raises:
+        OSError, CorruptRecord, UnknownFormat: nothing has changed, or the log is still there.
+    """
+    rows = read_rows(directory, number)
+    if rows is not None and not rows.is_whole:
+        raise CorruptRecord(f"{directory.at(number, ROWS)} is damaged")
+    write_index(directory, number, joined(read_index(directory, number), rows))
+
+
+def write_index(directory: Directory, number: int, columns: Columns) -> None:
+    """Put an index in place, then remove the rows log. Raises OSError."""
+    files, path = directory.files, directory.at(number, INDEX)
+    directory.require()
+    descriptor = files.open(path + TEMPORARY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        write_fully(files, descriptor, [tables.encode(columns, number)], 0)
+        if directory.sync != "none":
+            files.sync(descriptor)
+    except OSError:
+        with suppress(OSError):
+            files.unlink(path + TEMPORARY)
+        raise
+    finally:
+        files.close(descriptor)
+    files.rename(path + TEMPORARY, path)
+    if directory.sync != "none":
+        files.sync_directory(directory.path)
+    with suppress(FileNotFoundError):
+        files.unlink(directory.at(number, ROWS))

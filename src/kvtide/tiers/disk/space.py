@@ -1,0 +1,172 @@
+"""What the directory's files take and may take: room is set aside before a byte is written.
+
+    cap ≥ measured bytes of all files        as the file system counts them, after each operation
+        + reserved                           for operations that have not ended
+        + index of the active segment        so that it can always be sealed
+        + STANDING                           rows and extents of two removals at a time
+
+Invariant: reserved is the sum of what operations under way have set aside; a segment is dropped
+only when nothing of it is live. Ownership: the node's owner thread.
+"""
+
+from dataclasses import dataclass, field
+
+from kvtide.tiers.disk import columns, rows
+from kvtide.tiers.disk.catalog import Place
+from kvtide.tiers.disk.directory import SEGMENT_NUMBER_MAX
+from kvtide.tiers.disk.ops import FreeOp, UnlinkOp
+from kvtide.tiers.disk.rows import Kind
+from kvtide.units import GiB, KiB, MiB, round_up
+
+SEGMENTS_WANTED = 16
+"""A cap is at least so many segments: one that is unlinked is a small part of it."""
+SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX = 16 * MiB, GiB
+PAGE = 4 * KiB
+EXTENTS_BYTES = 2 * PAGE
+"""What a file system may add for its own map of a file when it grows or gets a hole."""
+STANDING_BYTES = 64 * KiB
+FLOOR_BYTES, FLOOR_RATIO = GiB, 0.02
+"""Free space of the file system that is never touched."""
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """One segment file and what is beside it.
+
+    Attributes:
+        number: its name.
+        end_bytes: where the next record goes.
+        live: records that are there, being written, or gone and not yet given back.
+        allocated: what its files take, by suffix, as measured last.
+        doomed: records gone whose space is still to be given back.
+        is_sealed: nothing is appended to it any more, and the writing thread has done with it.
+        writer_ops: removals that the writing thread has; while there are any, all go to it.
+        is_rewriting: its index is being written anew.
+        is_going: it is being unlinked.
+        indexed: rows of its index.
+        kinds: of the records written to it, which take `kinds_bytes` in its index; `row_count` and
+            `digest_count` are theirs.
+    """
+
+    number: int
+    end_bytes: int = 0
+    live: int = 0
+    allocated: dict[str, int] = field(default_factory=dict)
+    doomed: list[Place] = field(default_factory=list)
+    is_sealed: bool = False
+    writer_ops: set[FreeOp | UnlinkOp] = field(default_factory=set)
+    is_rewriting: bool = False
+    is_going: bool = False
+    indexed: int = 0
+    kinds: set[Kind] = field(default_factory=set)
+    kinds_bytes: int = 0
+    row_count: int = 0
+    digest_count: int = 0
+
+    def add_kind(self, kind: Kind) -> None:
+        """Its index will have this definition."""
+        if kind not in self.kinds:
+            self.kinds.add(kind)
+            self.kinds_bytes += rows.kind_row_bytes(kind)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of all its files."""
+        return sum(self.allocated.values())
+
+    @property
+    def index_bytes_max(self) -> int:
+        """What writing its index takes at most."""
+        exact = columns.index_bytes_max(self.kinds_bytes, self.row_count, self.digest_count)
+        return round_up(exact, PAGE) + EXTENTS_BYTES
+
+
+class Space:
+    """All segments and the room for more."""
+
+    def __init__(self, bytes_max: int, segment_bytes: int | None) -> None:
+        self.bytes_max = bytes_max
+        wanted = max(SEGMENT_BYTES_MIN, min(bytes_max // SEGMENTS_WANTED, SEGMENT_BYTES_MAX))
+        self.segment_bytes = segment_bytes or wanted
+        self.segments: dict[int, Segment] = {}
+        self.active: Segment | None = None
+        self.next_number = 1
+        self.reserved_bytes = 0
+        self.other_bytes = 0  # of our files that belong to no segment
+        self.freeing_bytes = 0
+        self.measured_bytes = 0
+        self.free_bytes = 0
+        self.floor_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """What all files take."""
+        return self.measured_bytes + self.other_bytes
+
+    @property
+    def committed_bytes(self) -> int:
+        """Used, and set aside."""
+        index = self.active.index_bytes_max if self.active else 0
+        return self.used_bytes + self.reserved_bytes + index + STANDING_BYTES
+
+    def is_room_for(self, need_bytes: int) -> bool:
+        """Whether it fits now."""
+        return self.committed_bytes + need_bytes <= self.bytes_max
+
+    def could_hold(self, need_bytes: int) -> bool:
+        """Whether it would fit if nothing else were there."""
+        return need_bytes + STANDING_BYTES + PAGE + EXTENTS_BYTES <= self.bytes_max
+
+    def is_above_floor(self, need_bytes: int) -> bool:
+        """Whether the file system keeps its free space."""
+        return self.free_bytes - self.reserved_bytes - need_bytes >= self.floor_bytes
+
+    def excess_bytes(self, need_bytes: int, limit_bytes: int) -> int:
+        """What is still to be evicted to stay below a limit, beside what is on its way out."""
+        return self.committed_bytes + need_bytes - self.freeing_bytes - limit_bytes
+
+    def place(self, segment: Segment, kind: Kind, length_bytes: int, blocks: int) -> Place:
+        """Where the next record goes; its reserve is the caller's to add."""
+        place = Place(segment.number, segment.end_bytes, length_bytes)
+        segment.end_bytes += length_bytes
+        segment.live += 1
+        segment.add_kind(kind)
+        segment.row_count += 1
+        segment.digest_count += blocks
+        return place
+
+    def begin(self) -> Segment:
+        """A segment to append to."""
+        assert self.active is None, self.active
+        assert self.next_number <= SEGMENT_NUMBER_MAX, self.next_number
+        self.active = self.segments[self.next_number] = Segment(self.next_number)
+        self.next_number += 1
+        return self.active
+
+    def measured(self, number: int, allocated: dict[str, int]) -> None:
+        """What files of a segment take now."""
+        segment = self.segments.get(number)
+        if segment is not None:
+            self.measured_bytes -= segment.allocated_bytes
+            segment.allocated.update(allocated)
+            self.measured_bytes += segment.allocated_bytes
+
+    def drop(self, segment: Segment) -> None:
+        """It is unlinked."""
+        assert segment is not self.active, segment.number
+        self.measured_bytes -= segment.allocated_bytes
+        del self.segments[segment.number]
+
+    def check_integrity(self) -> None:
+        """Sums are sums."""
+        measured = sum(segment.allocated_bytes for segment in self.segments.values())
+        assert measured == self.measured_bytes, (measured, self.measured_bytes)
+        assert min(self.reserved_bytes, self.freeing_bytes) >= 0, self.reserved_bytes
+        assert all(segment.live >= 0 for segment in self.segments.values())
+
+
+def store_reserve_bytes(kind: Kind, length_bytes: int, blocks: int) -> int:
+    """What writing a record takes at most: itself, its rows, and the maps of both files."""
+    added = rows.OPENING_BYTES + rows.kind_row_bytes(kind) + rows.kept_row_bytes(blocks)
+    index = columns.index_bytes_max(rows.kind_row_bytes(kind), 1, blocks)
+    return length_bytes + round_up(added, PAGE) + round_up(index, PAGE) + 2 * EXTENTS_BYTES

@@ -1,0 +1,345 @@
+"""A start: what the directory holds becomes the catalog; each leftover is adopted or removed.
+
+    index, no rows log     taken in as it is
+    index and rows log     the same, without what is gone since
+    rows log only          the node was killed: its index is written now
+    damaged                what the headers of the segment's records say
+    no segment file        a leftover of its removal: removed
+    of another version     left alone; it counts against the cap
+
+Usage is what the file system says of each file, so it is right before the first write.
+"""
+
+import errno
+import gc
+import logging
+import os
+import stat
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from kvtide.codec import record as codec
+from kvtide.core.layout import CELL_ALIGN_BYTES
+from kvtide.errors import ConfigError, CorruptRecord, UnknownFormat
+from kvtide.tiers.disk import columns as tables
+from kvtide.tiers.disk import scan, sealing
+from kvtide.tiers.disk.catalog import EAGER_ROWS, Catalog, Place
+from kvtide.tiers.disk.cleared import Clears, parsed
+from kvtide.tiers.disk.columns import Columns
+from kvtide.tiers.disk.directory import (
+    INDEX,
+    LOCK,
+    ROWS,
+    SEGMENT,
+    SUFFIXES,
+    TEMPORARY,
+    Directory,
+    parsed_name,
+)
+from kvtide.tiers.disk.rows import Kept, Rows
+from kvtide.tiers.disk.space import FLOOR_BYTES, FLOOR_RATIO, PAGE, Segment, Space
+from kvtide.units import format_bytes
+
+logger = logging.getLogger("kvtide.disk")
+
+AHEAD = 64
+"""So many indexes the kernel reads ahead. (Threads that read ahead were slower: they and the owner
+wait for one another at the interpreter's lock.)"""
+
+
+@dataclass(slots=True)
+class _Read:
+    """What the files of a segment say.
+
+    Attributes:
+        columns: its records; `gone`: offsets of those that are not there any more.
+        is_sealed: its index says so, but for what is gone.
+        allocated: what its files take, by suffix.
+    """
+
+    columns: Columns
+    gone: set[int]
+    is_sealed: bool
+    allocated: dict[str, int] = field(default_factory=dict)
+
+
+def open_directory(
+    directory: Directory,
+    catalog: Catalog,
+    space: Space,
+    clears: Clears,
+    floor_bytes: int | None,
+) -> list[Place]:
+    """Lock a directory and learn all that is in it; places whose space is to be given back.
+
+    Raises:
+        ConfigError: another node has it, or it cannot be used.
+    """
+    begin = time.monotonic()
+    directory.take()
+    was_collecting = gc.isenabled()
+    gc.disable()  # a million rows are no garbage, and looking for some takes seconds
+    try:
+        places = _take_all(directory, catalog, space, clears)
+        directory.learn()
+        free, total = directory.files.free_bytes(directory.path)
+    except OSError as error:
+        directory.free()
+        raise ConfigError(
+            f"disk_path {directory.path} cannot be read: {error.strerror or error}"
+        ) from error
+    except ConfigError:
+        directory.free()
+        raise
+    finally:
+        if was_collecting:
+            gc.enable()
+    space.free_bytes = free
+    ratio_bytes = int(FLOOR_RATIO * total)
+    space.floor_bytes = max(FLOOR_BYTES, ratio_bytes) if floor_bytes is None else floor_bytes
+    logger.info(
+        "disk %s: %d records in %d segments, %s of %s, read in %.2f s",
+        directory.path,
+        len(catalog),
+        len(space.segments),
+        format_bytes(space.used_bytes),
+        format_bytes(space.bytes_max),
+        time.monotonic() - begin,
+    )
+    return places
+
+
+def _names(directory: Directory, clears: Clears) -> dict[int, set[str]]:
+    """Suffixes of what is there of each segment; what else is ours is seen to."""
+    numbers: dict[int, set[str]] = {}
+    others = 0
+    names = directory.files.names(directory.path)
+    clears.take(names)
+    for name in names:
+        ours = parsed_name(name)
+        if ours is not None:
+            numbers.setdefault(ours[0], set()).add(ours[1])
+        elif name.endswith(TEMPORARY) and (name == f"probe{TEMPORARY}" or _is_temporary(name)):
+            with suppress(OSError):
+                directory.files.unlink(f"{directory.path}/{name}")
+        elif name != LOCK and parsed(name) is None:
+            others += 1
+    if others:
+        logger.warning("disk %s: %d files are not kvtide's; left alone", directory.path, others)
+    return numbers
+
+
+def _take_all(directory: Directory, catalog: Catalog, space: Space, clears: Clears) -> list[Place]:
+    numbers = _names(directory, clears)
+    space.other_bytes = directory.files.size_at(directory.lock_path).allocated_bytes
+    places: list[Place] = []
+    ordered = sorted(numbers)
+    for at, number in enumerate(ordered):
+        if at % AHEAD == 0:
+            _want(directory, ordered[at : at + 2 * AHEAD])
+        space.next_number = number + 1
+        read = _read_one(directory, number, numbers[number])
+        if read is not None:
+            places += _take_one(catalog, space, clears, number, read)
+    space.next_number = max(space.next_number, clears.last + 1)
+    clears.forget(space.segments)
+    places += catalog.settle()
+    while not catalog.is_swept and len(catalog.keys) <= EAGER_ROWS:
+        places += catalog.sweep()
+    return places
+
+
+def _want(directory: Directory, numbers: list[int]) -> None:
+    """Let the kernel read indexes ahead."""
+    for number in numbers:
+        with suppress(OSError):
+            descriptor = directory.files.open(directory.at(number, INDEX), os.O_RDONLY)
+            try:
+                directory.files.want_cached(descriptor)
+            finally:
+                directory.files.close(descriptor)
+
+
+def _is_temporary(name: str) -> bool:
+    return parsed_name(name.removesuffix(TEMPORARY)) is not None
+
+
+def _read_one(directory: Directory, number: int, suffixes: set[str]) -> _Read | None:
+    """One segment; what is wrong with it is its own affair. None: nothing of it is left."""
+    try:
+        if SEGMENT not in suffixes:
+            _unlink(directory, number)
+            return None
+        read = _read(directory, number)
+        read.gone |= _beyond(read.columns, _length_bytes(directory, number))
+        if len(read.columns) <= len(read.gone) and not _live(read):
+            _unlink(directory, number)
+            return None
+    except (OSError, UnknownFormat, CorruptRecord) as error:
+        logger.warning("disk %s: segment %d is left alone: %s", directory.path, number, error)
+        read = _Read(Columns(), set(), is_sealed=False)
+    for suffix in SUFFIXES:
+        with suppress(OSError):
+            found = directory.files.size_at(directory.at(number, suffix))
+            read.allocated[suffix] = found.allocated_bytes
+    return read
+
+
+def _take_one(
+    catalog: Catalog, space: Space, clears: Clears, number: int, read: _Read
+) -> list[Place]:
+    if not len(read.columns):
+        clears.leave_alone(number)
+        space.other_bytes += sum(read.allocated.values())
+        return []
+    segment = space.segments[number] = Segment(number, is_sealed=read.is_sealed)
+    segment.row_count = segment.indexed = len(read.columns)
+    segment.digest_count = sum(read.columns.blocks)
+    for kind in read.columns.kinds:
+        segment.add_kind(kind)
+    space.measured(number, read.allocated)
+    gone = catalog.take(number, read.columns, read.gone)
+    cleared = (catalog.kind_numbers.get(k) for k in segment.kinds if clears.means(k, number))
+    catalog.retire([kind for kind in cleared if kind is not None])
+    segment.live = len(read.columns) - len(gone)
+    return _still_there(segment, read, gone)
+
+
+def _length_bytes(directory: Directory, number: int) -> int:
+    """Of a segment; raises OSError, also where it is a link or a pipe: no load would open it."""
+    found = directory.files.link_at(directory.at(number, SEGMENT))
+    if not stat.S_ISREG(found.mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    return found.length_bytes
+
+
+def _live(read: _Read) -> bool:
+    return any(page * CELL_ALIGN_BYTES not in read.gone for page in read.columns.pages)
+
+
+def _still_there(segment: Segment, read: _Read, gone: list[Place]) -> list[Place]:
+    """Places of what is gone, where a kill came before its hole; else none."""
+    if not gone:
+        return []
+    columns = read.columns
+    numbers = Counter(zip(columns.kind, columns.blocks, strict=True))
+    every = sum(
+        count * codec.stored_bytes(columns.kinds[kind].layout, blocks)
+        for (kind, blocks), count in numbers.items()
+    )
+    wanted = every - sum(place.length_bytes for place in gone)
+    if read.allocated[SEGMENT] <= wanted + min(place.length_bytes for place in gone) - PAGE:
+        return []
+    segment.live += len(gone)  # until it is given back
+    return gone
+
+
+def _read(directory: Directory, number: int) -> _Read:
+    """What a segment's files say, its index written if it has none.
+
+    Raises:
+        OSError, UnknownFormat: it cannot be read.
+    """
+    columns, rows = None, None
+    is_damaged = False
+    try:
+        columns = sealing.read_index(directory, number)
+        had_index = columns is not None
+    except CorruptRecord as error:
+        logger.warning("disk %s: %s", directory.at(number, INDEX), error)
+        is_damaged = had_index = True
+    try:
+        rows = sealing.read_rows(directory, number)
+        is_damaged = is_damaged or (rows is not None and not rows.is_whole)
+    except CorruptRecord as error:
+        logger.warning("disk %s: %s", directory.at(number, ROWS), error)
+        is_damaged = True
+    if columns is None and rows is None:
+        is_damaged = True
+    if columns is not None and not is_damaged and not (rows and rows.kept):
+        return _Read(columns, rows.gone if rows else set(), is_sealed=True)
+    joined = sealing.joined(columns, rows)
+    if is_damaged:
+        joined = _mended(directory, number, joined, rows, is_proving=not had_index)
+    is_sealed = _sealed(directory, number, joined)
+    if not had_index:
+        _cut_off(directory, number, joined)
+    return _Read(joined, set(), is_sealed)
+
+
+def _mended(
+    directory: Directory, number: int, joined: Columns, rows: Rows | None, *, is_proving: bool
+) -> Columns:
+    """What the headers tell beside what rows and index still say. Raises OSError."""
+    kinds = dict(enumerate(joined.kinds))
+    kept = sealing.kept_of(joined)
+    known = {one.offset_bytes for one in kept} | (rows.gone if rows else set())
+    more_kinds, more = scan.kept_by_headers(directory, number, known, is_proving=is_proving)
+    shift = len(kinds)
+    kinds.update({kind + shift: what for kind, what in more_kinds.items()})
+    kept += [
+        Kept(one.offset_bytes, one.kind + shift, one.key, one.parent, one.digests) for one in more
+    ]
+    logger.warning(
+        "disk %s: rows of segment %d were damaged; %d records are back by their headers",
+        directory.path,
+        number,
+        len(more),
+    )
+    return tables.from_rows(kinds, kept)
+
+
+def _sealed(directory: Directory, number: int, columns: Columns) -> bool:
+    """Write its index; where that fails the rows log goes on to say the same."""
+    if not len(columns):
+        return False
+    try:
+        sealing.write_index(directory, number, columns)
+    except OSError as error:
+        logger.warning("disk %s: no index of segment %d: %s", directory.path, number, error)
+        return False
+    return True
+
+
+def _cut_off(directory: Directory, number: int, columns: Columns) -> None:
+    """End a segment behind its last record: what was being written at the kill goes."""
+    if not len(columns):
+        return
+    kind, blocks = columns.kind[-1], columns.blocks[-1]
+    end = columns.pages[-1] * CELL_ALIGN_BYTES
+    end += codec.stored_bytes(columns.kinds[kind].layout, blocks)
+    files, path = directory.files, directory.at(number, SEGMENT)
+    try:
+        if files.size_at(path).length_bytes > end:
+            descriptor = files.open(path, os.O_RDWR)
+            try:
+                files.truncate(descriptor, end)
+            finally:
+                files.close(descriptor)
+    except OSError as error:
+        logger.warning("disk %s: segment %d was not cut: %s", directory.path, number, error)
+
+
+def _beyond(columns: Columns, length_bytes: int) -> set[int]:
+    """Offsets of records that the segment file does not hold whole."""
+    if not len(columns):
+        return set()
+    kind, blocks = columns.kind[-1], columns.blocks[-1]
+    last = columns.pages[-1] * CELL_ALIGN_BYTES
+    if last + codec.stored_bytes(columns.kinds[kind].layout, blocks) <= length_bytes:
+        return set()
+    return {
+        page * CELL_ALIGN_BYTES
+        for page, kind, blocks in zip(columns.pages, columns.kind, columns.blocks, strict=True)
+        if page * CELL_ALIGN_BYTES + codec.stored_bytes(columns.kinds[kind].layout, blocks)
+        > length_bytes
+    }
+
+
+def _unlink(directory: Directory, number: int) -> None:
+    """The records first, as always."""
+    for suffix in (SEGMENT, INDEX, ROWS):
+        with suppress(FileNotFoundError):
+            directory.files.unlink(directory.at(number, suffix))

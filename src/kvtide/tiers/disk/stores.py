@@ -1,0 +1,252 @@
+"""Stores on their way: taken or refused, written when there is room, found when complete.
+
+    store ─► waiting ─► room is set aside ─► the writing thread has it ─► in the catalog
+               │                                     │
+               └ too old, no room ──── dropped ──────┘ failed: with all that is behind it
+
+Ownership: the node's owner thread.
+"""
+
+import errno
+from collections import Counter
+from collections.abc import Callable
+
+from kvtide.bounds import T_PUT_MS
+from kvtide.tiers.base import Stored, StoreJob, StoreOutcome
+from kvtide.tiers.disk.catalog import Catalog, Place
+from kvtide.tiers.disk.ops import Ended, StoreOp
+from kvtide.tiers.disk.pending import Pending, PendingStores
+from kvtide.tiers.disk.room import Room
+from kvtide.tiers.disk.rows import Kept, Kind
+from kvtide.tiers.disk.space import Space, store_reserve_bytes
+from kvtide.tiers.disk.workers import Workers
+
+PUT_MS_MAX = T_PUT_MS
+"""A store that has waited for so long is dropped."""
+WRITING_MAX = 6
+"""Stores that the writing thread is given ahead: enough to keep it busy, few to take back."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Stores:
+    """All stores of a disk tier."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        space: Space,
+        room: Room,
+        workers: Workers,
+        end: Callable[[Stored], None],
+        queue_bytes_max: int,
+    ) -> None:
+        """`end` is told of each job that has ended."""
+        self.outcomes: Counter[str] = Counter()
+        self.stored_bytes = 0
+        self.now_ms = 0
+        self._pending = PendingStores()
+        self._catalog = catalog
+        self._space = space
+        self._room = room
+        self._workers = workers
+        self._end = end
+        self._queue_bytes_max = queue_bytes_max
+
+    @property
+    def queued_bytes(self) -> int:
+        """Payload of those that have not ended."""
+        return self._pending.queued_bytes
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the writing thread has some."""
+        return bool(self._pending.written)
+
+    # ---- coming
+
+    def add(self, job: StoreJob) -> None:
+        """Take a store, or end it at once."""
+        record = job.record
+        twin = self._pending.by_key.get(record.key)
+        if twin is not None and twin.job.record == record:
+            twin.twins.append(job.number)
+            return
+        refusal = self._refusal(job)
+        if refusal is not None:
+            self.end(job.number, refusal)
+            return
+        kind = self._catalog.kind_number(Kind(record.root, record.layout))
+        self._catalog.use_kind(kind)
+        pending = Pending(job, kind, self.now_ms)
+        self._pending.add(pending, self._pending.by_key.get(record.parent))
+        if record.parent != record.root.key:
+            self._catalog.hold(record.parent)
+
+    def _refusal(self, job: StoreJob) -> StoreOutcome | None:
+        """Why a store ends at once; None: it is taken."""
+        record = job.record
+        row = self._catalog.row_of(record.key)
+        if row is not None:
+            is_same = self._catalog.record(row) == record
+            return StoreOutcome.HELD if is_same else StoreOutcome.FAILED
+        if record.key in self._pending.by_key:
+            return StoreOutcome.FAILED  # one name for two contents: it cannot be
+        if not self._is_anchored(job):
+            return StoreOutcome.NOT_ANCHORED
+        kind = self._catalog.kind_numbers.get(Kind(record.root, record.layout))
+        if kind is not None and self._catalog.covers(kind, record.parent, record.digests):
+            return StoreOutcome.HELD  # a longer one has all its blocks
+        if self._pending.queued_bytes + record.payload_bytes > self._queue_bytes_max:
+            return StoreOutcome.QUEUE_FULL
+        return None
+
+    def _is_anchored(self, job: StoreJob) -> bool:
+        """Whether its parent is the root, there, or queued ahead of it."""
+        record = job.record
+        if record.parent == record.root.key:
+            return True
+        queued = self._pending.by_key.get(record.parent)
+        if queued is not None:
+            parent = queued.job.record
+        else:
+            row = self._catalog.row_of(record.parent)
+            if row is None:
+                return False
+            parent = self._catalog.record(row)
+        return parent.is_whole and (parent.root, parent.layout) == (record.root, record.layout)
+
+    # ---- ends
+
+    def end(self, number: int, outcome: StoreOutcome) -> None:
+        """A job ends so."""
+        self.outcomes[outcome] += 1
+        self._end(Stored(number, outcome))
+
+    def _end_pending(self, pending: Pending, outcome: StoreOutcome) -> None:
+        record = pending.job.record
+        self._pending.end(pending)
+        if record.parent != record.root.key:
+            self._catalog.let_go(record.parent)
+        self._catalog.leave_kind(pending.kind)
+        if outcome is StoreOutcome.STORED:
+            self.stored_bytes += record.payload_bytes
+        self.end(pending.job.number, outcome)
+        twins = StoreOutcome.HELD if outcome is StoreOutcome.STORED else outcome
+        for number in pending.twins:
+            self.end(number, twins)
+
+    def _drop(
+        self, dropped: list[Pending], outcome: StoreOutcome, behind: StoreOutcome | None = None
+    ) -> None:
+        """These end so, and those behind them as `behind` (not anchored, unless it is said);
+        what the writing thread has ends when that has done with its cells."""
+        first = {id(one) for one in dropped}
+        for pending in self._pending.doom(dropped):
+            is_first = id(pending) in first
+            self._end_pending(
+                pending, outcome if is_first else behind or StoreOutcome.NOT_ANCHORED
+            )
+
+    # ---- written
+
+    def take(self, op: StoreOp, ended: Ended) -> None:
+        """What the writing thread says of one; whether the place works is for others to judge."""
+        pending = self._pending.written.pop(op)
+        self._space.reserved_bytes -= op.reserve_bytes
+        if ended.error is not None:
+            self._room.never_written(op.place)
+            if ended.is_spoiled:
+                self._room.roll()
+            self._end_failed(pending, ended.error)
+            return
+        if pending.is_doomed:
+            self._room.give_back(op.place)
+            self._end_pending(pending, StoreOutcome.NOT_ANCHORED)
+            return
+        self._appear(pending, op.place)
+
+    def _end_failed(self, pending: Pending, error: Exception) -> None:
+        is_full = isinstance(error, OSError) and error.errno in _FULL
+        outcome = StoreOutcome.NO_ROOM if is_full else StoreOutcome.FAILED
+        if pending.is_doomed:
+            outcome = StoreOutcome.NOT_ANCHORED
+        self._end_pending(pending, outcome)
+        self._drop(pending.behind, StoreOutcome.NOT_ANCHORED)
+
+    def _appear(self, pending: Pending, place: Place) -> None:
+        """A record is complete: it is found from now on, if its parent is there."""
+        record = pending.job.record
+        before = self._catalog.index.get(record.key)
+        if before is not None:  # it was cleared, or lost its parent, and is not swept yet
+            self._room.take_away(before)
+        if record.parent != record.root.key:
+            parent = self._catalog.find(record.parent, pending.kind)
+            if parent is None:  # damaged meanwhile
+                self._room.give_back(place)
+                self._end_pending(pending, StoreOutcome.NOT_ANCHORED)
+                self._drop(pending.behind, StoreOutcome.NOT_ANCHORED)
+                return
+        kept = Kept(place.offset_bytes, pending.kind, record.key, record.parent, record.digests)
+        row = self._catalog.add(pending.kind, place.segment, kept)
+        for shorter in self._catalog.shorter(row):
+            self._room.take_away(shorter)
+        self._end_pending(pending, StoreOutcome.STORED)
+
+    def _begin(self, pending: Pending) -> bool:
+        """Write it, or end it; False: it has to wait."""
+        space, record = self._space, pending.job.record
+        state = self._catalog.kinds[pending.kind]
+        length = state.length_bytes(record.blocks)
+        reserve = store_reserve_bytes(state.kind, length, record.blocks)
+        active = space.active
+        if active and active.end_bytes and active.end_bytes + length > space.segment_bytes:
+            self._room.roll()
+        if not space.is_above_floor(reserve) or not space.could_hold(reserve):
+            self._drop([pending], StoreOutcome.NO_ROOM)
+            return True
+        if not space.is_room_for(reserve):
+            will_be = self._room.evict(reserve, self._space.bytes_max)
+            if not will_be and not self._room.is_busy and not self._pending.written:
+                self._drop([pending], StoreOutcome.NO_ROOM)
+                return True
+            return False
+        segment = space.active or space.begin()
+        place = space.place(segment, state.kind, length, record.blocks)
+        space.reserved_bytes += reserve
+        pending.op = StoreOp(pending.job, place, state.kind, pending.kind, reserve)
+        self._pending.waiting.popleft()
+        self._pending.written[pending.op] = pending
+        self._workers.write(pending.op)
+        return True
+
+    # ---- all at once
+
+    def drop_old(self) -> None:
+        """Those that wait for too long end."""
+        old = self._pending.older_than(self.now_ms - PUT_MS_MAX)
+        if old:
+            self._drop(old, StoreOutcome.TOO_OLD)
+            self._pending.drop_ended()
+
+    def clear(self, kinds: set[int]) -> None:
+        """Those of these roots and layouts will be no records."""
+        self._drop(self._pending.of_kinds(kinds), StoreOutcome.NOT_ANCHORED)
+        self._pending.drop_ended()
+
+    def write_on(self) -> None:
+        """Give the writing thread what there is room for."""
+        while len(self._pending.written) < WRITING_MAX:
+            pending = self._pending.head()
+            if pending is None or not self._begin(pending):
+                break
+
+    def take_back(self, outcome: StoreOutcome) -> None:
+        """Stores that the writing thread has not begun end so."""
+        for op in self._workers.take_stores():
+            pending = self._pending.written.pop(op)
+            self._space.reserved_bytes -= op.reserve_bytes
+            self._room.never_written(op.place)
+            self._end_pending(pending, outcome)
+            self._drop(pending.behind, outcome, outcome)
+        self._drop(self._pending.unwritten(), outcome, outcome)
+        self._pending.drop_ended()

@@ -1,0 +1,245 @@
+"""The catalog against a dictionary: random operations, all beliefs checked after each."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
+from kvtide.core.layout import KVLayout
+from kvtide.core.records import Record
+from kvtide.testing.tier_records import root_of
+from kvtide.tiers.disk import columns as tables
+from kvtide.tiers.disk.catalog import Catalog
+from kvtide.tiers.disk.rows import Kept, Kind
+
+LAYOUT = KVLayout(4, 16, (4096,))
+SALTS = ("", "one", "two")
+PAGE = 4096
+
+
+class Model:
+    """A catalog and what should be in it."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.catalog = Catalog()
+        self.records: dict[bytes, Record] = {}
+        self.held: list[bytes] = []
+        self.next_page = 0
+
+    def below(self, key: bytes) -> list[bytes]:
+        """All that hangs on a record."""
+        found = [key]
+        for one in found:
+            found += [record.key for record in self.records.values() if record.parent == one]
+        return found[1:]
+
+    def leaves(self) -> set[bytes]:
+        parents = {record.parent for record in self.records.values()}
+        return set(self.records) - parents - set(self.held)
+
+    def add(self) -> None:
+        root = root_of(salt=self.draw.choice(SALTS))
+        whole = [
+            record.key
+            for record in self.records.values()
+            if record.is_whole and record.root == root
+        ]
+        parent = self.draw.choice([*whole, root.key])
+        blocks = self.draw.choice([1, 2, 3, 4, 4, 4])
+        key = self.draw.randbytes(KEY_BYTES)
+        # Few first blocks, so that many records begin alike; a block's digest names its parent.
+        first = bytes([self.draw.randrange(2)]) + parent[1:INNER_DIGEST_BYTES]
+        inner = first + self.draw.randbytes((blocks - 1) * INNER_DIGEST_BYTES)
+        digests = inner[: (blocks - 1) * INNER_DIGEST_BYTES] + key[:INNER_DIGEST_BYTES]
+        record = Record(root, parent, key, digests, LAYOUT)
+        kind = self.catalog.kind_number(Kind(root, LAYOUT))
+        self.next_page += 1
+        self.catalog.add(kind, 1, Kept(self.next_page * PAGE, kind, key, parent, digests))
+        self.records[key] = record
+
+    def evict(self) -> None:
+        row = self.catalog.coldest()
+        leaves = self.leaves()
+        if row is None:
+            assert not leaves
+            return
+        key = self.catalog.keys[row]
+        assert key in leaves, "a leaf that nobody holds"
+        self.catalog.remove(row)
+        del self.records[key]
+
+    def damage(self) -> None:
+        if not self.records:
+            return
+        key = self.draw.choice(list(self.records))
+        behind = self.below(key)
+        self.catalog.remove(self.catalog.index[key])
+        for one in [key, *behind]:
+            del self.records[one]
+        self.sweep()
+
+    def clear(self) -> None:
+        if self.draw.random() < 0.9:
+            return
+        salt = self.draw.choice([*SALTS, None])
+        digest = None if salt is None else root_of(salt=salt).salt_digest
+        gone = [
+            key
+            for key, record in self.records.items()
+            if digest in (None, record.root.salt_digest)
+        ]
+        kinds = [
+            number
+            for number, state in self.catalog.kinds.items()
+            if not state.is_retired and digest in (None, state.kind.root.salt_digest)
+        ]
+        assert self.catalog.retire(kinds) == len(gone)
+        for key in gone:
+            del self.records[key]
+        self.sweep()
+
+    def sweep(self) -> None:
+        while not self.catalog.is_swept:
+            self.catalog.sweep()
+
+    def hold(self) -> None:
+        if self.records and len(self.held) < 5:
+            key = self.draw.choice(list(self.records))
+            self.catalog.hold(key)
+            self.held.append(key)
+
+    def let_go(self) -> None:
+        if self.held:
+            key = self.held.pop(self.draw.randrange(len(self.held)))
+            self.catalog.let_go(key)
+
+    def look_up(self) -> None:
+        if not self.records:
+            return
+        record = self.draw.choice(list(self.records.values()))
+        chain = [record]
+        while chain[0].parent in self.records:
+            chain.insert(0, self.records[chain[0].parent])
+        *before, last = chain
+        keys = b"".join(one.key for one in before)
+        kind = self.catalog.kind_numbers[Kind(record.root, LAYOUT)]
+        rows, _ = self.catalog.match(kind, chain[0].parent, keys, last.digests)
+        found = [self.catalog.record(row) for row in rows]
+        assert found[:-1] == before
+        assert found[-1].digests.startswith(last.digests)
+
+    def check(self) -> None:
+        self.catalog.check_integrity()
+        assert len(self.catalog) == len(self.records)
+        assert self.catalog.index.keys() == self.records.keys()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_operations_leave_what_a_dictionary_holds(seed: int) -> None:
+    model = Model(seed)
+    actions = [model.add] * 6 + [model.evict, model.damage, model.clear]
+    actions += [model.hold, model.let_go, model.look_up, model.look_up]
+    for _ in range(300):
+        model.draw.choice(actions)()
+        model.check()
+    for key in model.held:
+        model.catalog.let_go(key)
+    model.held.clear()
+    while model.records:
+        model.evict()
+        model.check()
+    assert not model.catalog.kinds, "roots are kept no longer than their records"
+
+
+def grown(seed: int, adds: int = 60) -> Model:
+    model = Model(seed)
+    for _ in range(adds):
+        model.add()
+    return model
+
+
+def kept_in(model: Model, kinds: dict[int, Kind]) -> Iterator[Kept]:
+    numbers = {kind: number for number, kind in kinds.items()}
+    for record in model.records.values():
+        place = model.catalog.place(model.catalog.index[record.key])
+        kind = numbers[Kind(record.root, LAYOUT)]
+        yield Kept(place.offset_bytes, kind, record.key, record.parent, record.digests)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 30, 59])
+def test_indexes_make_the_same_catalog_again(cut: int) -> None:
+    """Of one segment or of two that share chains, written to bytes and read."""
+    model = grown(1)
+    kinds = {number: Kind(root_of(salt=salt), LAYOUT) for number, salt in enumerate(SALTS)}
+    kept = sorted(kept_in(model, kinds), key=lambda one: one.offset_bytes)
+    again = Catalog()
+    for segment, part in ((1, kept[:cut]), (2, kept[cut:])):
+        content = tables.encode(tables.from_rows(kinds, part), segment)
+        again.take(segment, tables.decode(memoryview(content), segment), ())
+    assert again.settle() == []
+    again.check_integrity()
+    for record in model.records.values():
+        assert again.record(again.index[record.key]) == record
+
+
+def test_what_is_gone_and_what_hung_on_it_are_not_taken_in() -> None:
+    """Rows that a log takes away; one whose children it forgot."""
+    model = grown(2)
+    kinds = {number: Kind(root_of(salt=salt), LAYOUT) for number, salt in enumerate(SALTS)}
+    kept = sorted(kept_in(model, kinds), key=lambda one: one.offset_bytes)
+    parent = max(model.records, key=lambda key: len(model.below(key)))
+    behind = model.below(parent)
+    assert behind
+    offset = next(one.offset_bytes for one in kept if one.key == parent)
+    again = Catalog()
+    places = again.take(1, tables.from_rows(kinds, kept), {offset})
+    assert [place.offset_bytes for place in places] == [offset]
+    again.settle()
+    while not again.is_swept:
+        again.sweep()
+    again.check_integrity()
+    assert again.index.keys() == model.records.keys() - {parent, *behind}
+
+
+def test_of_two_records_with_one_key_the_later_counts() -> None:
+    """A removal whose row was lost: the key was stored again in a later segment."""
+    model = grown(3, adds=20)
+    kinds = {number: Kind(root_of(salt=salt), LAYOUT) for number, salt in enumerate(SALTS)}
+    kept = sorted(kept_in(model, kinds), key=lambda one: one.offset_bytes)
+    again = Catalog()
+    for segment in (1, 2):
+        again.take(segment, tables.from_rows(kinds, kept), ())
+    assert len(again.settle()) == len(kept)
+    while not again.is_swept:
+        again.sweep()
+    again.check_integrity()
+    assert len(again) == len(kept)
+    assert {again.place(row).segment for row in again.index.values()} == {2}
+
+
+def test_what_was_used_since_the_hand_came_by_stays() -> None:
+    """And a cold chain goes from its end, in one round."""
+    model = Model(4)
+    root = root_of()
+    kind = model.catalog.kind_number(Kind(root, LAYOUT))
+    chains: list[list[bytes]] = []
+    for number in range(4):
+        parent, chain = root.key, []
+        for depth in range(5):
+            key = bytes([number, depth]) * 16
+            digests = bytes([number, depth, 1, 1]) * 12 + key[:INNER_DIGEST_BYTES]
+            offset = (number * 5 + depth) * PAGE
+            model.catalog.add(kind, 1, Kept(offset, kind, key, parent, digests))
+            chain.append(key)
+            parent = key
+        chains.append(chain)
+    model.catalog.match(kind, root.key, b"".join(chains[1]), b"")
+    gone = []
+    for _ in range(15):
+        row = model.catalog.coldest()
+        assert row is not None
+        gone.append(model.catalog.keys[row])
+        model.catalog.remove(row)
+    assert gone == chains[0][::-1] + chains[2][::-1] + chains[3][::-1]

@@ -1,0 +1,88 @@
+"""A drive that hangs: its calls do not fail, they do not come back."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from kvtide.bounds import T_LOAD_MS
+from kvtide.testing.faulty_files import Call
+from kvtide.testing.tier_drive import DrivenTier
+from kvtide.tiers.base import LoadOutcome, StoreOutcome
+from kvtide.tiers.disk.workers import LOAD_THREADS
+from tests.tiers.disk_place import assert_holds, disk_of, driven, files_of, tails
+
+
+def hang(tier: DrivenTier, count: int) -> list[int]:
+    """So many loads; those that threads have begun stand still for too long. Their jobs."""
+    jobs = [tier.submit_load(record) for record in tails(count)]
+    files_of(disk_of(tier)).wait_stalled(min(count, LOAD_THREADS))
+    tier.pass_time(1)
+    tier.pass_time(T_LOAD_MS)
+    assert tier.tier.statistics().state == "on", "not yet"
+    tier.pass_time(1)
+    return jobs
+
+
+def test_reads_stop_when_a_load_does_not_come_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line; what is queued ends at once, lookups find nothing, until the drive comes back."""
+    with driven(tmp_path / "kv") as tier:
+        tier.keep(tails(8))
+        caplog.clear()
+        with files_of(disk_of(tier)).stalled(Call.READ):
+            jobs = hang(tier, 8)
+            behind = [tier.loaded(job) for job in jobs[LOAD_THREADS:]]
+            assert behind == [LoadOutcome.BROKEN] * (8 - LOAD_THREADS)
+            assert tier.find(tails(1)) == []
+            assert tier.load(tails(8)[7]) is LoadOutcome.BROKEN
+            assert tier.store(tails(1, first=50)) == [StoreOutcome.BROKEN]
+            for _ in range(10):
+                tier.pass_time(60_000)
+            assert tier.tier.statistics().state != "on"
+        assert [tier.loaded(job) for job in jobs[:LOAD_THREADS]] == ["loaded"] * LOAD_THREADS
+        assert tier.tier.statistics().state == "on"
+        lines = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+        assert len(lines) == 2, lines
+        assert f"{T_LOAD_MS} ms" in lines[0]
+        assert_holds(tier, tails(8), [])
+
+
+def test_reads_go_on_beside_one_load_that_hangs(tmp_path: Path) -> None:
+    """One bad place of a drive: a probe shows that others can be read, and the other thread
+    reads them; the one that hangs is not told of again."""
+    with driven(tmp_path / "kv") as tier:
+        tier.keep(tails(8))
+        files = files_of(disk_of(tier))
+        files.stall(Call.READ)
+        [job] = hang(tier, 1)
+        assert tier.tier.statistics().state != "on"
+        files.release_but_waiting()
+        while tier.tier.statistics().state != "on":
+            tier.pass_time(60_000)
+            tier.poll_for(0.02)
+        assert tier.load(tails(8)[5]) is LoadOutcome.LOADED
+        tier.pass_time(60_000)
+        assert tier.tier.statistics().state == "on"
+        files.heal()
+        assert tier.loaded(job) is LoadOutcome.LOADED
+
+
+def test_a_probe_behind_a_write_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """The whole drive hangs, the writing thread too; all ends well when it comes back."""
+    with driven(tmp_path / "kv") as tier:
+        tier.keep(tails(8))
+        with files_of(disk_of(tier)).stalled(Call.READ, Call.WRITE):
+            store = tier.submit_store(tails(1, first=50)[0])
+            files_of(disk_of(tier)).wait_stalled(1)
+            loads = [tier.submit_load(tails(1)[0])]
+            files_of(disk_of(tier)).wait_stalled(2)
+            tier.pass_time(1)
+            for _ in range(5):
+                tier.pass_time(60_000)
+            assert tier.find(tails(1)) == []
+        assert tier.stored(store) is StoreOutcome.STORED
+        assert tier.loaded(loads[0]) is LoadOutcome.LOADED
+        assert tier.tier.statistics().state == "on"
+        assert_holds(tier, [*tails(8), *tails(1, first=50)], [])

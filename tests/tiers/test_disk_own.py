@@ -1,0 +1,108 @@
+"""The directory is the node's alone: who else may write to it could plant records and links."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvtide.errors import ConfigError
+from kvtide.tiers.base import StoreOutcome
+from tests.tiers.disk_place import assert_holds, driven, keep, open_disk, tails
+
+OTHER_USER = 54_321
+
+
+@pytest.fixture
+def kv(tmp_path: Path) -> Path:
+    """Where the tier is."""
+    return tmp_path / "kv"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o1777])
+def test_a_directory_that_others_may_write_to_is_refused(kv: Path, mode: int) -> None:
+    """With what to do; nothing is made in it."""
+    kv.mkdir()
+    kv.chmod(mode)
+    with pytest.raises(ConfigError, match="chmod it to 700"):
+        open_disk(kv)
+    assert not list(kv.iterdir())
+    kv.chmod(0o755)
+    open_disk(kv).close(30)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_directory_of_another_user_is_refused(kv: Path, *, is_link: bool) -> None:
+    """And so is a link that another user has made, wherever it leads."""
+    keep(kv, tails(2))
+    path = kv
+    if is_link:
+        path = kv.parent / "link"
+        path.symlink_to(kv)
+        open_disk(path).close(30)  # ours, so far
+    os.chown(path, OTHER_USER, OTHER_USER, follow_symlinks=False)
+    with pytest.raises(ConfigError, match=f"user {OTHER_USER}"):
+        open_disk(path)
+
+
+def test_a_lock_that_is_a_link_harms_no_other_file(kv: Path) -> None:
+    """It would be cut to nothing."""
+    other = kv.parent / "precious"
+    other.write_text("x" * 1000)
+    kv.mkdir()
+    (kv / "LOCK").symlink_to(other)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        open_disk(kv)
+    assert other.read_text() == "x" * 1000
+
+
+def test_a_lock_that_is_a_pipe_does_not_hang_the_start(kv: Path) -> None:
+    """An open would wait for somebody at its other end."""
+    kv.mkdir()
+    os.mkfifo(kv / "LOCK")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        open_disk(kv)
+
+
+@pytest.mark.parametrize("suffix", ["segment", "index"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_records_are_not_read_through_links_and_pipes(kv: Path, suffix: str, kind: str) -> None:
+    """Such a segment is left alone; the node starts, and stores."""
+    keep(kv, tails(4))
+    file = kv / f"00000001.{suffix}"
+    away = kv.parent / "away"
+    file.rename(away)
+    if kind == "link":
+        file.symlink_to(away)
+    else:
+        os.mkfifo(file)
+    before = away.read_bytes()
+    with driven(kv) as tier:
+        assert not any(map(tier.is_there, tails(4)))
+        tier.keep(tails(4, first=50))
+        assert_holds(tier, tails(4, first=50), [])
+    assert away.read_bytes() == before
+
+
+def test_a_directory_that_was_emptied_and_taken_is_no_longer_written_to(kv: Path) -> None:
+    """The first node notices by the lock's file that it is another; it goes on once that ends."""
+    with driven(kv) as first:
+        first.keep(tails(4))
+        for path in kv.iterdir():
+            path.unlink()
+        with driven(kv) as second:
+            second.keep(tails(4, first=50))
+            outcomes = first.store(tails(12, first=100))
+            assert StoreOutcome.STORED not in outcomes
+            assert outcomes[-1] is StoreOutcome.BROKEN
+            while "one node" not in first.tier.statistics().state:
+                first.pass_time(60_000)
+                first.poll_for(0.02)
+            assert_holds(second, tails(4, first=50), [])
+        shutil.rmtree(kv)
+        while first.tier.statistics().state != "on":
+            first.pass_time(60_000)
+            first.poll_for(0.02)
+        first.keep(tails(4, first=200))
+        assert all(map(first.is_there, tails(4, first=200)))
