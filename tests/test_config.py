@@ -1,6 +1,7 @@
 """Settings: three places, one table, and no setting that is silently ignored."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvtide import config
-from kvtide.config import Config, EngineConfig, NodeConfig
+from kvtide.config import Config
 from kvtide.errors import ConfigError
+from kvtide.settings import EngineConfig, NodeConfig
 from kvtide.units import GiB, MiB
 from kvtide.values import HTTPAddress
 
@@ -33,7 +35,16 @@ def read(
 def test_the_bare_default_install_reads_and_does_not_contradict_itself(tmp_path: Path) -> None:
     found = read(tmp_path)
     assert found.node == NodeConfig(
-        host_bytes=None, linger_s=600, http_address=None, http_token=None
+        host_bytes=None,
+        linger_s=600,
+        http_address=None,
+        http_token=None,
+        disk_path=None,
+        disk_bytes_max=None,
+        disk_write="through",
+        disk_sync="sealed",
+        tiers=None,
+        load_policy="estimate",
     )
     assert found.engine == EngineConfig(
         enabled=True,
@@ -353,3 +364,66 @@ def test_the_cache_directory_follows_the_desktop_rules() -> None:
     assert config.read(environ={**home, "XDG_CACHE_HOME": "c"}).cache_dir == Path(
         "/home/u/.cache/kvtide"
     )
+
+
+# ---- tiers
+
+DISK = {"type": "disk", "path": "/mnt/nvme", "bytes_max": "2TiB"}
+
+
+def test_a_disk_is_given_in_short_or_as_a_tier(tmp_path: Path) -> None:
+    short = read(tmp_path, KVTIDE_DISK_PATH="/mnt/nvme", KVTIDE_DISK_BYTES_MAX="2TiB")
+    listed = read(tmp_path, "tiers:\n  - type: disk\n    path: /mnt/nvme\n    bytes_max: 2TiB\n")
+    by_variable = read(tmp_path / "none", KVTIDE_TIERS=json.dumps([DISK]))
+    (disk,) = short.node.disks
+    assert (disk.path, disk.bytes_max) == (Path("/mnt/nvme"), 2 << 40)
+    assert (disk.write, disk.sync) == ("through", "sealed")
+    assert listed.node.disks == by_variable.node.disks == (disk,)
+
+
+def test_a_disk_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"KVTIDE_TIERS sets tiers, and .*KVTIDE_DISK_PATH"):
+        read(
+            tmp_path,
+            KVTIDE_TIERS=json.dumps([DISK]),
+            KVTIDE_DISK_PATH="/mnt/nvme",
+            KVTIDE_DISK_BYTES_MAX="2TiB",
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [("DISK_PATH", "disk_bytes_max"), ("DISK_BYTES_MAX", "disk_path")],
+)
+def test_half_a_disk_is_refused(tmp_path: Path, given: str, missing: str) -> None:
+    value = {"DISK_PATH": "/mnt/nvme", "DISK_BYTES_MAX": "2TiB"}[given]
+    with pytest.raises(ConfigError, match=f"KVTIDE_{given} sets .*, but {missing} is not set"):
+        read(tmp_path, **{f"KVTIDE_{given}": value})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"type": "redis"}, "an entry without `type: disk`"),
+        ({"pth": "/mnt"}, "a disk has no 'pth'; did you mean path"),
+        ({"path": "nvme"}, "path 'nvme' of a disk: not an absolute path"),
+        ({"bytes_max": "1MiB"}, "too little to be of use"),
+        ({"sync": "always"}, "sync 'always' of a disk"),
+    ],
+)
+def test_a_tier_that_cannot_be_meant_is_refused(
+    tmp_path: Path, change: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read(tmp_path, KVTIDE_TIERS=json.dumps([DISK | change]))
+
+
+@pytest.mark.parametrize("text", ["disk", "{}", "[1]", json.dumps([DISK, DISK])])
+def test_what_is_no_list_of_tiers_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="KVTIDE_TIERS sets tiers to"):
+        read(tmp_path, KVTIDE_TIERS=text)
+
+
+def test_auto_is_a_disks_size(tmp_path: Path) -> None:
+    found = read(tmp_path, KVTIDE_DISK_PATH="/mnt/nvme", KVTIDE_DISK_BYTES_MAX="auto")
+    assert found.node.disks[0].bytes_max == "auto"

@@ -16,14 +16,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
-from kvtide import values
 from kvtide.errors import ConfigError
-
-Owner = Literal["node", "engine"]
+from kvtide.settings import ENVIRONMENT_PREFIX, KEYS, EngineConfig, Key, NodeConfig, Owner
 
 CONFIG_FILE = "KVTIDE_CONFIG_FILE"
 RUNTIME_DIR = "KVTIDE_RUNTIME_DIR"
@@ -48,30 +46,7 @@ _SERVICE_LINK = re.compile(
 """What Kubernetes tells every container of a namespace about its services named kvtide…: names and
 values of exactly this kind are nobody's settings, nor misspelt ones."""
 
-ENVIRONMENT_PREFIX = "KVTIDE_"
 EXTRA_PREFIX = "kvtide."
-
-
-@dataclass(frozen=True, slots=True)
-class NodeConfig:
-    """Settings of the node process."""
-
-    host_bytes: int | None  # bytes; None: a quarter of what is available, at most 64 GiB
-    linger_s: float  # seconds from the last engine's leaving to the node's end
-    http_address: values.HTTPAddress | None  # None: no HTTP
-    http_token: str | None = field(repr=False)  # None: pages that need one answer 403
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Settings of one engine's connector, equal in all its processes."""
-
-    enabled: bool  # no unit; False: the engine serves as if kvtide were not there
-    chunk_tokens: int  # tokens, before rounding down to whole blocks
-    multimodal_ids: Literal["salted", "trusted"]
-    weights_change: Literal["none", "reset"]
-    any_engine_version: bool
-    start_node: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,133 +77,6 @@ class Config:
         return list(self.shown)
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """One setting. `parse` takes text, or a value of YAML or JSON, and raises ValueError."""
-
-    name: str
-    default: object
-    parse: Callable[[object], Any]
-    owner: Owner
-    accepts: str
-    doc: str
-    show: Callable[[object], str] = values.show
-    secret: bool = False
-
-    @property
-    def variable(self) -> str:
-        """Its name in the environment."""
-        return ENVIRONMENT_PREFIX + self.name.upper()
-
-    def shown(self, value: object) -> str:
-        """The value as `kvtide config show` and logs may print it."""
-        return "set, not shown" if self.secret and value is not None else self.show(value)
-
-
-KEYS = (
-    Key(
-        "host_bytes",
-        default=None,
-        parse=values.parse_host_bytes,
-        owner="node",
-        accepts="`auto`, or a size such as 16GiB",
-        doc="Most memory that the node keeps KV cache in; it grows there as it is used. `auto` is"
-        " a quarter of the memory available when the node starts (the smaller of MemAvailable and"
-        " the cgroup's limit minus its usage), at most 64 GiB. 3 % of the machine, and of the"
-        " cgroup's limit, stay free, 256 MiB at least. Asked for more than that leaves,"
-        " `kvtide serve` does not start, and a node that an engine starts makes do with less. It"
-        " must hold 16 chunks of a model, or that model's engines stay off (`host_too_small`): 512"
-        " MiB for 8B parameters (32 layers with 8 heads of 128 in bf16: 128 KiB for each of 256"
-        " tokens), 2 GiB for 7B without grouped heads (512 KiB).",
-        show=values.show_host_bytes,
-    ),
-    Key(
-        "linger_s",
-        default=600.0,
-        parse=values.parse_seconds,
-        owner="node",
-        accepts="seconds, 0 or more",
-        doc="How long the node, and what it keeps, stays after its last engine has left; 0: not at"
-        " all. A node that no engine has come to yet waits for one for 60 s at least. A node in"
-        " the foreground (`kvtide serve`) stays unless this is set.",
-    ),
-    Key(
-        "http_address",
-        default=None,
-        parse=values.parse_address,
-        owner="node",
-        accepts="address:port, such as 127.0.0.1:9470, [::1]:9470 or localhost:9470",
-        doc="Where the node serves `/healthz`, `/metrics` and `/status`. Not given: no HTTP.",
-    ),
-    Key(
-        "http_token",
-        default=None,
-        parse=values.parse_token,
-        owner="node",
-        accepts="text without spaces, at most 1024 ASCII characters",
-        doc="Bearer token for `/status`. Not given: `/status` is refused; the other two pages"
-        " never need one. Useless, so an error, without `http_address`.",
-        secret=True,
-    ),
-    Key(
-        "enabled",
-        default=True,
-        parse=values.parse_flag,
-        owner="engine",
-        accepts="true or false",
-        doc="With `false` the engine serves as if kvtide were not there.",
-    ),
-    Key(
-        "chunk_tokens",
-        default=values.CHUNK_TOKENS_DEFAULT,
-        parse=values.parse_chunk_tokens,
-        owner="engine",
-        accepts=f"a whole number from {values.CHUNK_TOKENS_MIN} to {values.CHUNK_TOKENS_MAX}",
-        doc="Tokens that are stored and moved together, rounded down to whole blocks of the"
-        " engine. Hits do not depend on it: they are as fine as the engine's own prefix cache."
-        " Engines share only if theirs are equal.",
-    ),
-    Key(
-        "multimodal_ids",
-        default="salted",
-        parse=values.one_of("salted", "trusted"),
-        owner="engine",
-        accepts="`salted` or `trusted`",
-        doc="Whether requests with images, audio or video are cached. `salted`: only those that"
-        " carry a `cache_salt`, because a client may choose an item's id and the engine does not"
-        " tell such an id from a hash of the content. `trusted`: all, on the word of whoever sets"
-        " this that equal ids mean equal content.",
-    ),
-    Key(
-        "weights_change",
-        default="none",
-        parse=values.one_of("none", "reset"),
-        owner="engine",
-        accepts="`none` or `reset`",
-        doc="Whether weights may change under a running engine. `none`: an engine set up for it is"
-        " not cached. `reset`: it is, on the word of whoever sets this that the trainer resets the"
-        " prefix cache, external part included, on each update.",
-    ),
-    Key(
-        "any_engine_version",
-        default=False,
-        parse=values.parse_flag,
-        owner="engine",
-        accepts="true or false",
-        doc="With `true` kvtide also works in versions of the engine that it was not tested with.",
-    ),
-    Key(
-        "start_node",
-        default=True,
-        parse=values.parse_flag,
-        owner="engine",
-        accepts="true or false",
-        doc="Whether the connector starts a node when none is there. With `false` it waits for"
-        " one, uncached, for as long as that takes.",
-    ),
-)
-"""All settings; the parser, the environment's names and docs/configuration.md follow from it."""
-
 _BY_NAME = {key.name: key for key in KEYS}
 
 
@@ -258,11 +106,7 @@ def read(
         last[given.key.name] = given
     values = {key.name: key.default for key in KEYS}
     values |= {name: _value(given) for name, given in last.items()}
-    if values["http_token"] is not None and values["http_address"] is None:
-        raise ConfigError(
-            f"{last['http_token'].source} sets http_token, but http_address is off, so nothing"
-            " would ask for it; set http_address too, or neither"
-        )
+    _check_together(values, last)
     return Config(
         node=NodeConfig(**_owned(values, "node")),
         engine=EngineConfig(**_owned(values, "engine")),
@@ -284,6 +128,26 @@ def read(
             if given.key.owner == "node"
         },
     )
+
+
+def _check_together(values: Mapping[str, object], last: Mapping[str, _Given]) -> None:
+    """Refuse settings that contradict each other, or need another one."""
+    if values["http_token"] is not None and values["http_address"] is None:
+        raise ConfigError(
+            f"{last['http_token'].source} sets http_token, but http_address is off, so nothing"
+            " would ask for it; set http_address too, or neither"
+        )
+    if (values["disk_path"] is None) != (values["disk_bytes_max"] is None):
+        is_path = values["disk_path"] is not None
+        known, missing = ("disk_path", "disk_bytes_max")[:: 1 if is_path else -1]
+        raise ConfigError(
+            f"{last[known].source} sets {known}, but {missing} is not set; a disk needs both"
+        )
+    if values["tiers"] and values["disk_path"] is not None:
+        raise ConfigError(
+            f"{last['tiers'].source} sets tiers, and {last['disk_path'].source} disk_path, which"
+            " is short for one of them; give one of the two"
+        )
 
 
 def _owned(values: Mapping[str, Any], owner: Owner) -> dict[str, Any]:

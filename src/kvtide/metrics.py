@@ -25,14 +25,16 @@ _LABEL = re.compile(r"[a-z][a-z0-9_]{0,39}")
 class Metric:
     """One metric as users see it.
 
-    `source` is the name of the counter, or the prefix of counters that differ in one label.
+    `source` is the name of the counter, or the prefix of counters that differ in their labels; a
+    gauge with labels has one value for each tier. `is_nodes`: engines do not count it.
     """
 
     name: str
     kind: str
     doc: str
     source: str
-    label: str = ""
+    labels: tuple[str, ...] = ()
+    is_nodes: bool = False
 
 
 METRICS = (
@@ -49,18 +51,19 @@ METRICS = (
     Metric(
         "kvtide_host_granted_bytes",
         "gauge",
-        "Bytes lent to engines that have not answered, quarantine included.",
+        "Bytes lent to engines or tiers that have not answered, quarantine included, and of what"
+        " was copied behind a chunk that is not there yet.",
         "granted_bytes",
     ),
     Metric(
         "kvtide_host_quarantine_bytes",
         "gauge",
-        "Bytes of failed grants whose writer is silent.",
+        "Bytes of failed grants whose writer, a worker or a tier, is silent.",
         "quarantine_bytes",
     ),
     Metric("kvtide_leases", "gauge", "Matches that are protected for a moment.", "leases"),
     Metric("kvtide_loads", "gauge", "Loads that are running.", "loads"),
-    Metric("kvtide_grants", "gauge", "Runs of cells lent to engines.", "grants"),
+    Metric("kvtide_grants", "gauge", "Runs of cells lent to engines and tiers.", "grants"),
     Metric("kvtide_engines", "gauge", "Engines that are connected.", "engines"),
     Metric(
         "kvtide_prompt_tokens_total",
@@ -69,7 +72,7 @@ METRICS = (
         " first scheduled after its last load: local (the engine's own cache), external"
         " (kvtide), computed.",
         "tokens.",
-        "source",
+        ("source",),
     ),
     Metric(
         "kvtide_recomputed_tokens_total",
@@ -82,7 +85,7 @@ METRICS = (
         "counter",
         "Requests that were served nothing, or less than was asked, by reason.",
         "miss.",
-        "reason",
+        ("reason",),
     ),
     Metric(
         "kvtide_lookups_total",
@@ -90,7 +93,7 @@ METRICS = (
         "Answers of the node; not_mapped: those cut short because the engine had not mapped"
         " memory yet.",
         "lookups.",
-        "outcome",
+        ("outcome",),
     ),
     Metric(
         "kvtide_unprotected_loads_total",
@@ -111,7 +114,7 @@ METRICS = (
         "counter",
         "Blocks that were not stored, by reason.",
         "drop.",
-        "reason",
+        ("reason",),
     ),
     Metric(
         "kvtide_loaded_blocks_total", "counter", "Blocks loaded and verified.", "loaded_blocks"
@@ -130,7 +133,78 @@ METRICS = (
         "Entries taken away: for room, because a longer one came, because their region moved,"
         " or by order.",
         "evicted.",
-        "cause",
+        ("cause",),
+        is_nodes=True,
+    ),
+    Metric(
+        "kvtide_promotions_cut_total",
+        "counter",
+        "Lookups answered with less than tiers have: no memory to load into, too late (no chunk"
+        " came within T_load, or computing would have been quicker), too many waiting, silent (the"
+        " tier had left five lookups waiting), or slower than computing.",
+        "promotions.",
+        ("reason",),
+        is_nodes=True,
+    ),
+    Metric(
+        "kvtide_tier_lookups_total",
+        "counter",
+        "Questions to a tier about what host memory lacks: found (all or the first part of it) or"
+        " absent.",
+        "tier_lookups.",
+        ("tier", "outcome"),
+        is_nodes=True,
+    ),
+    Metric(
+        "kvtide_tier_loads_total",
+        "counter",
+        "Loads from a tier below the host, by outcome.",
+        "tier_loads.",
+        ("tier", "outcome"),
+        is_nodes=True,
+    ),
+    Metric(
+        "kvtide_tier_loaded_bytes_total",
+        "counter",
+        "Bytes loaded from a tier and verified.",
+        "tier_loaded_bytes.",
+        ("tier",),
+        is_nodes=True,
+    ),
+    Metric(
+        "kvtide_tier_stores_total",
+        "counter",
+        "Entries written behind to a tier, by outcome; what is neither stored nor held there"
+        " already was dropped.",
+        "tier_stores.",
+        ("tier", "outcome"),
+        is_nodes=True,
+    ),
+    Metric(
+        "kvtide_tier_stored_bytes_total",
+        "counter",
+        "Bytes stored in a tier.",
+        "tier_stored_bytes.",
+        ("tier",),
+        is_nodes=True,
+    ),
+    Metric(
+        "kvtide_tier_evictions_total",
+        "counter",
+        "Records that a tier took away for room.",
+        "tier_evicted.",
+        ("tier",),
+        is_nodes=True,
+    ),
+    Metric("kvtide_tier_used_bytes", "gauge", "Bytes in a tier.", "bytes_used", ("tier",)),
+    Metric("kvtide_tier_max_bytes", "gauge", "Cap of a tier.", "bytes_max", ("tier",)),
+    Metric("kvtide_tier_records", "gauge", "Records that can be found.", "records", ("tier",)),
+    Metric(
+        "kvtide_tier_queued_bytes",
+        "gauge",
+        "Bytes that wait to be written to a tier.",
+        "queued_bytes",
+        ("tier",),
     ),
     Metric("kvtide_lookup_seconds", "histogram", "From a lookup to its answer.", "lookup"),
     Metric("kvtide_load_seconds", "histogram", "Copying of one load in one worker.", "load"),
@@ -173,11 +247,19 @@ def render(numbers: Mapping[str, Any]) -> str:
     gauges = {**numbers["host"], "engines": numbers["engines"]}
     counts = dict(numbers["counts"])
     counts |= {f"evicted.{cause}": number for cause, number in numbers["evicted"].items()}
+    tiers = numbers["tiers"]
+    counts |= {f"tier_evicted.{name}": tier["evicted"] for name, tier in tiers.items()}
     lines: list[str] = []
     for metric in METRICS:
         lines.append(f"# HELP {metric.name} {metric.doc}")
         lines.append(f"# TYPE {metric.name} {metric.kind}")
-        lines.extend(_samples(metric, gauges, counts))
+        if metric.kind == "gauge" and metric.labels:
+            lines += [
+                f'{metric.name}{{tier="{name}"}} {tier[metric.source]}'
+                for name, tier in tiers.items()
+            ]
+        else:
+            lines.extend(_samples(metric, gauges, counts))
     return "\n".join(lines) + "\n"
 
 
@@ -188,25 +270,28 @@ def _samples(
         yield f"{metric.name} {gauges[metric.source]}"
     elif metric.kind == "histogram":
         yield from _histogram(metric, counts)
-    elif metric.label:
-        for value, count in _labelled(metric, counts).items():
-            yield f'{metric.name}{{{metric.label}="{value}"}} {count}'
+    elif metric.labels:
+        for values, count in _labelled(metric, counts).items():
+            named = zip(metric.labels, values, strict=True)
+            shown = ",".join(f'{label}="{value}"' for label, value in named)
+            yield f"{metric.name}{{{shown}}} {count}"
     else:
         yield f"{metric.name} {counts.get(metric.source, 0)}"
 
 
-def _labelled(metric: Metric, counts: Mapping[str, int]) -> dict[str, int]:
-    """Counts by the label's value; what no word of ours can be is added up as `other`.
+def _labelled(metric: Metric, counts: Mapping[str, int]) -> dict[tuple[str, ...], int]:
+    """Counts by the labels' values; what no words of ours can be is added up as `other`.
 
     In the order of `counts`, whose first names are ours.
     """
-    found: dict[str, int] = {}
+    found: dict[tuple[str, ...], int] = {}
     for name in counts:
         if name.startswith(metric.source):
-            value = name.removeprefix(metric.source)
-            is_word = _LABEL.fullmatch(value) and len(found) < LABELS_MAX
-            value = value if is_word else OTHER
-            found[value] = found.get(value, 0) + counts[name]
+            values = tuple(name.removeprefix(metric.source).split("."))
+            are_words = len(values) == len(metric.labels) and all(map(_LABEL.fullmatch, values))
+            if not are_words or len(found) >= LABELS_MAX:
+                values = (OTHER,) * len(metric.labels)
+            found[values] = found.get(values, 0) + counts[name]
     return found
 
 

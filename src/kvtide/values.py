@@ -117,6 +117,11 @@ def show(value: object) -> str:
     return str(value).removesuffix(".0")
 
 
+def show_bytes(value: object) -> str:
+    """A size in both units, or what stands for one."""
+    return f"{format_bytes(value)} ({value} bytes)" if isinstance(value, int) else show(value)
+
+
 def show_host_bytes(value: object) -> str:
     """A size in both units."""
     return f"{format_bytes(value)} ({value} bytes)" if isinstance(value, int) else "auto"

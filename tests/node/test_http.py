@@ -343,11 +343,11 @@ def test_sums_are_exact() -> None:
     """Rates are differences: six digits would hide a load of 0.1 s behind 100,000 s."""
     host = dict.fromkeys([metric.source for metric in METRICS if metric.kind == "gauge"], 0)
     numbers = {"host": host, "engines": 0, "counts": {"load.us.sum": 123_456_789_000_001}}
-    text = render(numbers | {"evicted": {}})
+    text = render(numbers | {"evicted": {}, "tiers": {}})
     assert "kvtide_load_seconds_sum 123456789.000001\n" in text
 
 
 def test_render_takes_numbers_without_engines() -> None:
     host = dict.fromkeys([metric.source for metric in METRICS if metric.kind == "gauge"], 0)
-    text = render({"host": host, "engines": 0, "counts": {}, "evicted": {"room": 3}})
+    text = render({"host": host, "engines": 0, "counts": {}, "evicted": {"room": 3}, "tiers": {}})
     assert samples(text)["kvtide_evictions_total[('cause', 'room')]"] == 3

@@ -18,11 +18,12 @@ from kvtide.clock import MonotonicClock
 from kvtide.core import messages as m
 from kvtide.core.effects import Tick
 from kvtide.core.layout import KVLayout
-from kvtide.core.machine import Machine, MachineConfig
+from kvtide.core.machine import Machine
+from kvtide.core.parts import MachineConfig
 from kvtide.errors import NodeError
 from kvtide.memory.probe import HostMemory, reserve_bytes
-from kvtide.node import main, report, runtime
-from kvtide.node.main import Way
+from kvtide.node import main, memory, report, runtime
+from kvtide.node.build import Way
 from kvtide.testing.fake_engine import FakeEngine, Loaded, make_tokens
 from kvtide.testing.node_process import NodeProcess
 from kvtide.units import GiB, KiB, MiB
@@ -170,9 +171,9 @@ def test_frees_its_memory_within_the_time_it_has_to_stop(new_node: StartNode) ->
     node = new_node()
     patch = """
         import threading
-        from kvtide.node import runtime
+        from kvtide.node import memory, runtime
         runtime.STOP_S_MAX = 0.5
-        runtime._close_memory = lambda memory: threading.Event().wait(60)
+        memory.RegionFiles.close = lambda files: threading.Event().wait(60)
     """
     patch += """
         import kvtide.node.main, logging, os, sys
@@ -202,7 +203,7 @@ def test_no_thread_to_free_memory_is_not_the_nodes_fault(
 
     async def live() -> int:
         node = runtime.Runtime(fresh_machine(), MonotonicClock(), Places(tmp_path), [])
-        node._allocator.shutdown()
+        node._memory._allocator.shutdown()
         monkeypatch.setattr(node._loop, "run_in_executor", refuse)
         node.ended.set()
         return await node.run()
@@ -323,8 +324,8 @@ def test_region_that_cannot_be_made_is_refused_and_leaves_nothing(
         raise error
 
     before = set(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(runtime, "GenerationMemory", refuse)
-    assert runtime._allocate(1, LAYOUT, 4) == str(error)
+    monkeypatch.setattr(memory, "GenerationMemory", refuse)
+    assert memory.allocate(1, LAYOUT, 4) == str(error)
     assert set(os.listdir("/proc/self/fd")) == before
 
 
@@ -341,23 +342,23 @@ def test_watch_counts_memory_from_made_to_freed(
     """A region that the kernel has not taken back yet is not gone, nor one being made there."""
     charged: list[int] = []
     may_end = threading.Event()
-    close = runtime._close_memory
+    close = memory.RegionFiles.close
 
-    def close_slowly(memory: runtime._Memory) -> None:
+    def close_slowly(files: memory.RegionFiles) -> None:
         assert may_end.wait(20)
-        close(memory)
+        close(files)
 
     async def live() -> None:
         node = runtime.Runtime(fresh_machine(), MonotonicClock(), Places(tmp_path), [])
-        monkeypatch.setattr(node._watch, "limit", charged.append)
-        monkeypatch.setattr(runtime, "_close_memory", close_slowly)
-        loop = asyncio.get_running_loop()
-        made = loop.run_in_executor(node._allocator, node._allocate, 1, LAYOUT, 4)
+        monkeypatch.setattr(node._memory._watch, "limit", charged.append)
+        monkeypatch.setattr(memory.RegionFiles, "close", close_slowly)
+        made = node._memory.make(1, LAYOUT, 4)
         node._look_at_memory()
-        memory = await made
-        assert isinstance(memory, runtime._Memory)
+        files = await asyncio.wrap_future(made)
+        assert isinstance(files, memory.RegionFiles)
+        node._memory.add(1, files)
         node._is_looking = False
-        loop.run_in_executor(node._allocator, node._free, memory)
+        node._memory.free(1)
         node._look_at_memory()
         await asyncio.sleep(0)
         may_end.set()

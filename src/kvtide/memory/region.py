@@ -63,7 +63,7 @@ _MFD_NOEXEC_SEAL = 0x8  # since Linux 6.3; asked for by hosts that forbid execut
 
 
 class RegionMemory:
-    """The node's hold on one region of one shard: a descriptor, no mapping.
+    """The node's hold on one region of one shard: a descriptor, and a mapping if it looks inside.
 
     The memory lives until this is closed and every worker has unmapped it or ended.
     """
@@ -72,6 +72,8 @@ class RegionMemory:
         self.name = name
         self.bytes_total = bytes_total
         self.fd = fd
+        self._mapping: mmap.mmap | None = None
+        self._view: memoryview | None = None
 
     @classmethod
     def create(
@@ -94,8 +96,29 @@ class RegionMemory:
             raise HostMemoryError(f"cannot seal {name}: {error.strerror}") from error
         return cls(name, bytes_total, fd)
 
+    def view(self) -> memoryview:
+        """All bytes, mapped into this process when it is first asked for; nothing is populated:
+        what reads and writes here is the kernel, for a tier.
+
+        Raises:
+            HostMemoryError: the kernel does not map it.
+        """
+        if self._view is None:
+            try:
+                self._mapping = mmap.mmap(self.fd, self.bytes_total)
+                advise(address_of(self._mapping), self.bytes_total, MADV_DONTDUMP)
+            except OSError as error:
+                size = format_bytes(self.bytes_total)
+                raise HostMemoryError(f"cannot map {size} of {self.name}: {error}") from error
+            self._view = memoryview(self._mapping)
+        return self._view
+
     def close(self) -> None:
-        """Let go of the memory; calling it again does nothing."""
+        """Let go of the memory; calling it again does nothing.
+
+        A mapping goes with the last view of it: a tier's thread may hold one until its next job.
+        """
+        self._view = self._mapping = None
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from kvtide.config import NodeConfig
 from kvtide.metrics import render
 from kvtide.node.runtime import Runtime
+from kvtide.settings import NodeConfig
 
 logger = logging.getLogger("kvtide.node")
 

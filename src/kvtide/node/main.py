@@ -11,7 +11,6 @@ the foreground (a terminal, a service manager, a container) stays until it is to
 
 import asyncio
 import contextlib
-import enum
 import fcntl
 import functools
 import gc
@@ -31,9 +30,11 @@ import kvtide
 from kvtide import config as settings
 from kvtide.clock import MonotonicClock
 from kvtide.core.host import LAYOUT_REGIONS_MIN, REGION_SLOTS_MIN
-from kvtide.core.machine import Machine, MachineConfig
+from kvtide.core.machine import Machine
+from kvtide.core.parts import MachineConfig
 from kvtide.errors import ConfigError, KVTideError, NodeError
 from kvtide.memory import probe
+from kvtide.node.build import Way, open_tiers
 from kvtide.node.launch import EXIT_CONFIG, EXIT_FAULT
 from kvtide.node.runtime import Runtime
 from kvtide.units import GiB, KiB, MiB, format_bytes
@@ -66,15 +67,6 @@ STAYS = "never (a node in the foreground stays until it is stopped)"
 
 class NodeRunning(NodeError):
     """There is a node in this runtime directory already."""
-
-
-class Way(enum.Enum):
-    """Who waits for the node."""
-
-    LAUNCHED = enum.auto()
-    """Nobody: an engine started it; what it says goes into its log."""
-    FOREGROUND = enum.auto()
-    """Whoever ran `kvtide serve`."""
 
 
 def host_bytes(wanted: int | None, way: Way) -> int:
@@ -185,6 +177,13 @@ async def serve(config: settings.Config, places: Places, way: Way) -> int:
     """Run a node until it ends; its exit code."""
     shown = shown_settings(config, way)
     size_bytes = host_bytes(config.node.host_bytes, way)
+    runtime: Runtime | None = None
+
+    def wake() -> None:
+        if runtime is not None:
+            runtime.wake()
+
+    tiers = open_tiers(config.node, size_bytes, way, wake)
     machine = Machine(
         MachineConfig(
             node=secrets.token_bytes(16),
@@ -194,10 +193,11 @@ async def serve(config: settings.Config, places: Places, way: Way) -> int:
             linger_ms=linger_ms(config, way),
             first_number=secrets.randbits(30) << 32,
             settings={e["name"]: e["value"] for e in shown},
+            tiers=tuple(one.plan for one in tiers),
         )
     )
     told = with_size(shown, config.node.host_bytes, size_bytes)
-    runtime = Runtime(machine, MonotonicClock(), places, told)
+    runtime = Runtime(machine, MonotonicClock(), places, told, [one.tier for one in tiers])
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # One in the foreground is ended by who started it; any other by who knows whom: engines

@@ -7,14 +7,17 @@ for its answers meanwhile. What is counted by entry is counted by the index as i
 follows from regions, grants, leases and the chains that these keep.
 """
 
+import dataclasses
 import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvtide.core.index import Entry
+from kvtide.core.index import Entry, Root
 from kvtide.core.instances import Instance
 from kvtide.core.machine import Machine
 from kvtide.core.reasons import DropReason, MissReason
 from kvtide.metrics import OTHER
+from kvtide.tiers.base import LoadOutcome, StoreOutcome, TierStatistics
 
 COUNT_MAX = (1 << 63) - 1
 """What a message can carry; absurd values stay below it, since metrics never break anything."""
@@ -24,9 +27,16 @@ LABELS: dict[str, tuple[str, ...]] = {
     "lookups.": ("answered", "not_mapped"),
     "drop.": tuple(DropReason),
     "evicted.": ("room", "superseded", "moved", "cleared"),
+    "promotions.": ("no_memory", "too_late", "too_many", "silent", "slower_than_compute"),
 }
 """Counters that differ in one label, by the metric's source, and all values that are ours: metrics
 give each from the start, since a rate misses the step from nothing to the first one."""
+TIER_LABELS: dict[str, tuple[str, ...]] = {
+    "tier_lookups.": ("found", "absent"),
+    "tier_loads.": tuple(LoadOutcome),
+    "tier_stores.": tuple(StoreOutcome),
+}
+"""The same for counters of each tier: the values of their second label."""
 LEFT_NAMES_MAX = 1024
 """Names of counters that are kept of engines that have left; the engines chose them."""
 
@@ -37,7 +47,11 @@ def config_values(shown: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def status(
-    machine: Machine, left: dict[str, int], uptime_ms: int, shown: list[dict[str, str]]
+    machine: Machine,
+    left: dict[str, int],
+    uptime_ms: int,
+    shown: list[dict[str, str]],
+    tiers: Mapping[str, TierStatistics],
 ) -> dict[str, Any]:
     """The whole status, as plain values. `left`: counts of engines that have left."""
     instances = list(machine.instances.values())
@@ -55,7 +69,12 @@ def status(
         "not_shared": not_shared(instances),
         "counts": totals(machine, left),
         "evicted": dict(machine.lending.evicted),
+        "tiers": _tiers(tiers),
     }
+
+
+def _tiers(tiers: Mapping[str, TierStatistics]) -> dict[str, Any]:
+    return {name: dataclasses.asdict(statistics) for name, statistics in tiers.items()}
 
 
 def add_left(left: dict[str, int], counts: dict[str, int]) -> None:
@@ -65,20 +84,27 @@ def add_left(left: dict[str, int], counts: dict[str, int]) -> None:
         left[kept] = left.get(kept, 0) + value
 
 
-def numbers(machine: Machine, left: dict[str, int]) -> dict[str, Any]:
+def numbers(
+    machine: Machine, left: dict[str, int], tiers: Mapping[str, TierStatistics]
+) -> dict[str, Any]:
     """The part of the status that metrics are made of."""
     connected = sum(one.connection is not None for one in machine.instances.values())
     return {
         "host": _bytes(machine),
         "engines": connected,
-        "counts": _named() | totals(machine, left),
+        "counts": _named(tiers) | totals(machine, left),
         "evicted": dict(machine.lending.evicted),
+        "tiers": _tiers(tiers),
     }
 
 
-def _named() -> dict[str, int]:
+def _named(tiers: Iterable[str]) -> dict[str, int]:
     """Nothing counted yet, under every name of ours; first, so that none is crowded out."""
-    return {source + value: 0 for source, values in LABELS.items() for value in values}
+    names = [source + value for source, values in LABELS.items() for value in values]
+    for tier in tiers:
+        names += [f"{source}{tier}.{v}" for source, values in TIER_LABELS.items() for v in values]
+        names += [f"tier_loaded_bytes.{tier}", f"tier_stored_bytes.{tier}"]
+    return dict.fromkeys(names, 0)
 
 
 def host(machine: Machine) -> dict[str, Any]:
@@ -148,13 +174,15 @@ def _storing_bytes(machine: Machine) -> int:
 
 
 def _evictable_bytes(machine: Machine, held_bytes: int) -> int:
-    """Bytes of held entries that neither a lease nor an entry being stored keeps, or one below."""
+    """Bytes of held entries that no lease, write, waiting lookup or entry being stored keeps, or
+    one below."""
     index, lending = machine.index, machine.lending
     kept_bytes = index.leased_bytes
     kept_bytes -= sum(_size_bytes(entry) for entry in lending.loose if entry.leases)
     seen: set[Entry] = set()
-    for grant in lending.grants.values():
-        node = grant.entry.parent
+    keepers: list[Entry | Root | None] = [g.entry.parent for g in lending.grants.values()]
+    keepers += [*machine.writes.pinned(), *machine.promotions.pinned()]
+    for node in keepers:
         while isinstance(node, Entry) and not node.leases and node not in seen:
             seen.add(node)
             kept_bytes += _size_bytes(node) if node.is_held else 0

@@ -10,8 +10,8 @@ it makes: by the last of them that the machine knows it by.
 
 Ownership
     machine, server, memory files   the loop's thread; nobody else touches them
-    allocating and freeing memory,  one helper thread, which only sees the memory it was given; it
-    looking at what is left         looks between two of them, so what it has counted is there
+    allocating and freeing memory   NodeMemory's thread
+    reading and writing tiers       the tiers' threads
 """
 
 import asyncio
@@ -20,8 +20,7 @@ import logging
 import os
 import traceback
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from kvtide.clock import Clock
@@ -30,12 +29,13 @@ from kvtide.core import messages as m
 from kvtide.core.keys import KEY_BYTES
 from kvtide.core.layout import KVLayout
 from kvtide.core.machine import Machine
-from kvtide.errors import HostMemoryError, WireError
-from kvtide.memory.region import GenerationMemory, RegionMemory
+from kvtide.errors import WireError
 from kvtide.node.launch import EXIT_FAULT
+from kvtide.node.memory import Look, NodeMemory, RegionFiles
 from kvtide.node.processes import pidfd_fault
 from kvtide.node.report import add_left, config_values, numbers, status
-from kvtide.node.watch import MemoryWatch
+from kvtide.node.tiers import Tiers
+from kvtide.tiers.base import Tier
 from kvtide.wire.places import Places
 from kvtide.wire.server import Connection, Server
 
@@ -46,33 +46,24 @@ PULSE_TICKS = 10
 """Every so many ticks: look at memory, at the socket's path."""
 FRESH_TICKS = 3_600 * PULSE_TICKS
 """Every so many ticks, an hour: files in use are marked as such."""
-STOP_S_MAX = 5.0
-FREEING_THREADS = 8
+STOP_S_MAX = 4.0
 NAME_CHARS_SHOWN = 64
 FIRST_ENGINE_S = 60.0
 """A node that no engine has come to yet waits at least this long for the one that started it."""
-
-
-@dataclass(slots=True)
-class _Memory:
-    """The memory of one region: a file for each shard, and the generations."""
-
-    layout: KVLayout
-    shards: list[RegionMemory]
-    generations: GenerationMemory
-
-    @property
-    def bytes_total(self) -> int:
-        """Of its shards, as the machine counts regions."""
-        return sum(shard.bytes_total for shard in self.shards)
 
 
 class Runtime:
     """One running node."""
 
     def __init__(
-        self, machine: Machine, clock: Clock, places: Places, shown: list[dict[str, str]]
+        self,
+        machine: Machine,
+        clock: Clock,
+        places: Places,
+        shown: list[dict[str, str]],
+        tiers: Sequence[Tier] = (),
     ) -> None:
+        """The tiers call `wake`, from any thread, to be polled; they are closed at the end."""
         self.machine = machine
         self.clock = clock
         self.places = places
@@ -82,53 +73,54 @@ class Runtime:
         self.exit_code = 0
         self._shown = shown
         self._server = Server(self._on_message, self._on_closed, logger.warning)
-        self._memory: dict[int, _Memory] = {}
-        self._allocator = ThreadPoolExecutor(1, thread_name_prefix="kvtide-memory")
-        self._allocator.submit(int).result()  # starts the thread while there is one to be had
-        self._charged_bytes = 0  # of regions that are allocated; the allocator's own
+        self._memory = NodeMemory(machine.config.host_bytes)
         self._is_looking = False
         self._processes: dict[int, int] = {}  # pidfd by the connection that handed it over
         self._had_engine = False
         self._left: dict[str, int] = {}  # counts of engines that have left
-        self._watch = MemoryWatch(machine.config.host_bytes)
         self._own_pidfd = os.pidfd_open(os.getpid())
         self._loop = asyncio.get_running_loop()
         self._events: deque[fx.Event] = deque()
         self._ticks = 0
         self._path_fd = -1
         self._watch_fault = ""
+        self._tiers = Tiers(tiers, self._memory.cells, self._feed)
 
     # ---- life
 
     def listen(self) -> None:
         """Be there for engines; with a limit that the memory around the node allows."""
         self._loop.set_exception_handler(self._on_exception)
-        self._looked(self._look())
+        self._looked(self._memory.look_now())
         self._server.listen(self.socket_path)
         # Held open, the socket keeps its number: no other file can be taken for it.
         self._path_fd = os.open(self.socket_path, os.O_PATH | os.O_CLOEXEC)
         with contextlib.suppress(OSError):
             self.places.stopped.unlink(missing_ok=True)
+        self._tiers.tick(self.clock.now_ms())  # before any job: they go by no other clock
         self._loop.call_later(TICK_S, self._tick)
 
     async def run(self) -> int:
         """Serve until told to end; the process's exit code."""
         await self.ended.wait()
-        memories, self._memory = list(self._memory.values()), {}
-        # Not the loop's own threads, for which it would wait as long as the kernel likes. Several,
-        # since the kernel takes a quarter of a second to free a GiB.
-        freeing = ThreadPoolExecutor(FREEING_THREADS, thread_name_prefix="kvtide-free")
         try:
-            closing = [self._loop.run_in_executor(freeing, self._allocator.shutdown)]
-            closing += [
-                self._loop.run_in_executor(freeing, _close_memory, one) for one in memories
-            ]
-            await asyncio.wait_for(asyncio.gather(*closing), STOP_S_MAX)
+            await self._close_tiers()
+            await self._memory.close(STOP_S_MAX)
         except RuntimeError as error:
             logger.warning("memory is freed by ending: %s", error)  # no thread can be started
         except TimeoutError:
             logger.warning("memory is still being freed after %g s; ends without", STOP_S_MAX)
         return self.exit_code
+
+    async def _close_tiers(self) -> None:
+        if not self._tiers:
+            return
+        try:
+            await self._loop.run_in_executor(None, self._tiers.close)
+        except RuntimeError:
+            raise  # no thread can be started
+        except Exception:
+            logger.exception("a tier could not be closed in order; its next start mends that")
 
     def stop(self, why: str, *, on_purpose: bool, exit_code: int = 0) -> None:
         """End: say so to everybody, close, remove the socket. Again changes nothing."""
@@ -153,6 +145,7 @@ class Runtime:
         self._loop.call_later(TICK_S, self._tick)
         self._ticks += 1
         self._feed(fx.Tick())
+        self._tiers.tick(self.clock.now_ms())
         if self._ticks % PULSE_TICKS == 0:
             self._look_at_memory()
             if self._ticks % FRESH_TICKS == 0:
@@ -164,17 +157,10 @@ class Runtime:
         if self._is_looking:
             return
         self._is_looking = True
-        future = self._loop.run_in_executor(self._allocator, self._look)
+        future = asyncio.wrap_future(self._memory.look())
         future.add_done_callback(lambda done: self._looked(done.result()))
 
-    def _look(self) -> int | str | None:
-        """In the allocator's thread: a new limit, or why there is none to be seen."""
-        try:
-            return self._watch.limit(self._charged_bytes)
-        except (HostMemoryError, OSError, ValueError) as error:
-            return str(error)
-
-    def _looked(self, limit: int | str | None) -> None:
+    def _looked(self, limit: Look) -> None:
         self._is_looking = False
         if isinstance(limit, str):
             # A strange /proc costs the watching, not the node; allocating asks for itself.
@@ -317,9 +303,9 @@ class Runtime:
                 case fx.MakeRegion(region, layout, cell_count):
                     self._make_region(region, layout, cell_count)
                 case fx.FreeRegion(region):
-                    self._loop.run_in_executor(
-                        self._allocator, self._free, self._memory.pop(region)
-                    )
+                    self._memory.free(region)
+                case fx.AskTier() | fx.LoadFrom() | fx.StoreTo() | fx.ClearTiers():
+                    self._tiers.carry_out(effect)
                 case fx.Close(connection):
                     self._server.close_after_sending(connection)
                 case fx.Note(text, is_warning):
@@ -342,32 +328,28 @@ class Runtime:
         self._server.send(effect.connection, offer, descriptors)
 
     def _make_region(self, number: int, layout: KVLayout, cell_count: int) -> None:
-        future = self._loop.run_in_executor(
-            self._allocator, self._allocate, number, layout, cell_count
-        )
-        future.add_done_callback(lambda done: self._made(number, done))
+        future = asyncio.wrap_future(self._memory.make(number, layout, cell_count))
+        future.add_done_callback(lambda done: self._made(number, done.result()))
 
-    def _allocate(self, number: int, layout: KVLayout, cell_count: int) -> "_Memory | str":
-        """In the allocator's thread."""
-        memory = _allocate(number, layout, cell_count)
-        if isinstance(memory, _Memory):
-            self._charged_bytes += memory.bytes_total
-        return memory
-
-    def _free(self, memory: _Memory) -> None:
-        """In the allocator's thread."""
-        _close_memory(memory)
-        self._charged_bytes -= memory.bytes_total
-
-    def _made(self, number: int, done: "asyncio.Future[_Memory | str]") -> None:
-        memory = done.result()
-        if isinstance(memory, str):
-            self._feed(fx.RegionNotMade(number, memory))
+    def _made(self, number: int, files: RegionFiles | str) -> None:
+        if isinstance(files, str):
+            self._feed(fx.RegionNotMade(number, files))
         elif self.ended.is_set():
-            _close_memory(memory)
+            files.close()
         else:
-            self._memory[number] = memory
+            self._memory.add(number, files)
             self._feed(fx.RegionMade(number))
+
+    # ---- tiers
+
+    def wake(self) -> None:
+        """From any thread: a tier has something to tell."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._poll_tiers)
+
+    def _poll_tiers(self) -> None:
+        if not self.ended.is_set():  # from then on they belong to the thread that closes them
+            self._tiers.poll()
 
     # ---- commands
 
@@ -428,28 +410,9 @@ class Runtime:
     def status(self) -> dict[str, Any]:
         """What `kvtide status` shows."""
         uptime_ms = self.clock.now_ms() - self.started_ms
-        return status(self.machine, self._left, uptime_ms, self._shown)
+        tiers = self._tiers.statistics()
+        return status(self.machine, self._left, uptime_ms, self._shown, tiers)
 
     def numbers(self) -> dict[str, Any]:
         """What `/metrics` shows; cheap, however much is held."""
-        return numbers(self.machine, self._left)
-
-
-def _allocate(number: int, layout: KVLayout, cell_count: int) -> "_Memory | str":
-    """Allocate a region; why not, where the machine does not give the memory."""
-    shards: list[RegionMemory] = []
-    try:
-        for shard, cell_bytes in enumerate(layout.cell_bytes):
-            name = f"{number & 0xFFFF}-{shard}"
-            shards.append(RegionMemory.create(name, cell_count * cell_bytes))
-        return _Memory(layout, shards, GenerationMemory(f"{number & 0xFFFF}-g", cell_count))
-    except (HostMemoryError, OSError, ValueError) as error:  # the latter: a strange /proc
-        for shard_memory in shards:
-            shard_memory.close()
-        return str(error)
-
-
-def _close_memory(memory: _Memory) -> None:
-    for shard in memory.shards:
-        shard.close()
-    memory.generations.close()
+        return numbers(self.machine, self._left, self._tiers.statistics())

@@ -1,0 +1,243 @@
+"""The table of settings: every key with its default, its parser, its owner and its words.
+
+The parser (`kvtide.config`), the environment's names and docs/configuration.md follow from it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from kvtide import tier_values, values
+
+Owner = Literal["node", "engine"]
+
+ENVIRONMENT_PREFIX = "KVTIDE_"
+"""Of a key's name in the environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """Settings of the node process."""
+
+    host_bytes: int | None  # bytes; None: a quarter of what is available, at most 64 GiB
+    linger_s: float  # seconds from the last engine's leaving to the node's end
+    http_address: values.HTTPAddress | None  # None: no HTTP
+    http_token: str | None = field(repr=False)  # None: pages that need one answer 403
+    disk_path: Path | None  # None: nothing is kept on disk
+    disk_bytes_max: int | Literal["auto"] | None  # bytes; auto: 80 % of what is free there
+    disk_write: Literal["through", "on_reuse", "on_eviction"]
+    disk_sync: Literal["none", "sealed", "each"]
+    tiers: tuple[tier_values.DiskConfig, ...] | None  # in the order in which they are asked
+    load_policy: Literal["estimate", "always"]
+
+    @property
+    def disks(self) -> tuple[tier_values.DiskConfig, ...]:
+        """The disks below host memory, however they were given."""
+        if self.disk_path is None or self.disk_bytes_max is None:
+            return self.tiers or ()
+        path, size = self.disk_path, self.disk_bytes_max
+        return (tier_values.DiskConfig(path, size, self.disk_write, self.disk_sync),)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine's connector, equal in all its processes."""
+
+    enabled: bool  # no unit; False: the engine serves as if kvtide were not there
+    chunk_tokens: int  # tokens, before rounding down to whole blocks
+    multimodal_ids: Literal["salted", "trusted"]
+    weights_change: Literal["none", "reset"]
+    any_engine_version: bool
+    start_node: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One setting. `parse` takes text, or a value of YAML or JSON, and raises ValueError."""
+
+    name: str
+    default: object
+    parse: Callable[[object], Any]
+    owner: Owner
+    accepts: str
+    doc: str
+    show: Callable[[object], str] = values.show
+    secret: bool = False
+
+    @property
+    def variable(self) -> str:
+        """Its name in the environment."""
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+    def shown(self, value: object) -> str:
+        """The value as `kvtide config show` and logs may print it."""
+        return "set, not shown" if self.secret and value is not None else self.show(value)
+
+
+KEYS = (
+    Key(
+        "host_bytes",
+        default=None,
+        parse=values.parse_host_bytes,
+        owner="node",
+        accepts="`auto`, or a size such as 16GiB",
+        doc="Most memory that the node keeps KV cache in; it grows there as it is used. `auto` is"
+        " a quarter of the memory available when the node starts (the smaller of MemAvailable and"
+        " the cgroup's limit minus its usage), at most 64 GiB. 3 % of the machine, and of the"
+        " cgroup's limit, stay free, 256 MiB at least. Asked for more than that leaves,"
+        " `kvtide serve` does not start, and a node that an engine starts makes do with less. It"
+        " must hold 16 chunks of a model, or that model's engines stay off (`host_too_small`): 512"
+        " MiB for 8B parameters (32 layers with 8 heads of 128 in bf16: 128 KiB for each of 256"
+        " tokens), 2 GiB for 7B without grouped heads (512 KiB).",
+        show=values.show_host_bytes,
+    ),
+    Key(
+        "linger_s",
+        default=600.0,
+        parse=values.parse_seconds,
+        owner="node",
+        accepts="seconds, 0 or more",
+        doc="How long the node, and what it keeps, stays after its last engine has left; 0: not at"
+        " all. A node that no engine has come to yet waits for one for 60 s at least. A node in"
+        " the foreground (`kvtide serve`) stays unless this is set.",
+    ),
+    Key(
+        "http_address",
+        default=None,
+        parse=values.parse_address,
+        owner="node",
+        accepts="address:port, such as 127.0.0.1:9470, [::1]:9470 or localhost:9470",
+        doc="Where the node serves `/healthz`, `/metrics` and `/status`. Not given: no HTTP.",
+    ),
+    Key(
+        "http_token",
+        default=None,
+        parse=values.parse_token,
+        owner="node",
+        accepts="text without spaces, at most 1024 ASCII characters",
+        doc="Bearer token for `/status`. Not given: `/status` is refused; the other two pages"
+        " never need one. Useless, so an error, without `http_address`.",
+        secret=True,
+    ),
+    Key(
+        "disk_path",
+        default=None,
+        parse=tier_values.parse_disk_path,
+        owner="node",
+        accepts="an absolute path, such as /mnt/nvme/kvtide",
+        doc="Directory, made if need be, where the node keeps KV cache on disk: what it holds is"
+        " found again after a restart of engine, node or machine. One node has it at a time. Not"
+        " given: host memory is the only place.",
+    ),
+    Key(
+        "disk_bytes_max",
+        default=None,
+        parse=tier_values.parse_disk_bytes,
+        owner="node",
+        accepts="a size such as 2TiB, or `auto`",
+        doc="Most bytes that kvtide's files in `disk_path` take, as the file system counts them."
+        " `auto`: 80 % of what is free there when the node starts, what it holds already included."
+        " Needed with `disk_path`.",
+        show=values.show_bytes,
+    ),
+    Key(
+        "disk_write",
+        default="through",
+        parse=values.one_of(*tier_values.DISK_WRITE),
+        owner="node",
+        accepts="`through`, `on_reuse` or `on_eviction`",
+        doc="When a chunk is written to disk: as soon as it is stored; when it is matched for the"
+        " first time; when host memory becomes short. Only with `through` is what was stored found"
+        " again after any end of the node.",
+    ),
+    Key(
+        "disk_sync",
+        default="sealed",
+        parse=values.one_of(*tier_values.DISK_SYNC),
+        owner="node",
+        accepts="`none`, `sealed` or `each`",
+        doc="When the drive is told to make what was written durable against a loss of power:"
+        " never, when a segment file is full, after each write. What is lost is a miss, whatever"
+        " stands here; an end of the node or of the engine loses nothing.",
+    ),
+    Key(
+        "tiers",
+        default=None,
+        parse=tier_values.parse_tiers,
+        owner="node",
+        accepts="a list, such as `[{type: disk, path: /mnt/nvme/kvtide, bytes_max: 2TiB}]`; JSON"
+        " in the environment",
+        doc="The places below host memory, in the order in which they are asked; one disk, for"
+        " now. An entry of type `disk` has `path`, `bytes_max`, `write` and `sync`: what"
+        " `disk_path`, `disk_bytes_max`, `disk_write` and `disk_sync` say in short. Giving both"
+        " is an error.",
+        show=tier_values.show_tiers,
+    ),
+    Key(
+        "load_policy",
+        default="estimate",
+        parse=values.one_of("estimate", "always"),
+        owner="node",
+        accepts="`estimate` or `always`",
+        doc="Whether what lies below host memory is loaded. `estimate`: unless measurements say"
+        " that computing it is at least twice as quick. `always`: whatever they say.",
+    ),
+    Key(
+        "enabled",
+        default=True,
+        parse=values.parse_flag,
+        owner="engine",
+        accepts="true or false",
+        doc="With `false` the engine serves as if kvtide were not there.",
+    ),
+    Key(
+        "chunk_tokens",
+        default=values.CHUNK_TOKENS_DEFAULT,
+        parse=values.parse_chunk_tokens,
+        owner="engine",
+        accepts=f"a whole number from {values.CHUNK_TOKENS_MIN} to {values.CHUNK_TOKENS_MAX}",
+        doc="Tokens that are stored and moved together, rounded down to whole blocks of the"
+        " engine. Hits do not depend on it: they are as fine as the engine's own prefix cache."
+        " Engines share only if theirs are equal.",
+    ),
+    Key(
+        "multimodal_ids",
+        default="salted",
+        parse=values.one_of("salted", "trusted"),
+        owner="engine",
+        accepts="`salted` or `trusted`",
+        doc="Whether requests with images, audio or video are cached. `salted`: only those that"
+        " carry a `cache_salt`, because a client may choose an item's id and the engine does not"
+        " tell such an id from a hash of the content. `trusted`: all, on the word of whoever sets"
+        " this that equal ids mean equal content.",
+    ),
+    Key(
+        "weights_change",
+        default="none",
+        parse=values.one_of("none", "reset"),
+        owner="engine",
+        accepts="`none` or `reset`",
+        doc="Whether weights may change under a running engine. `none`: an engine set up for it is"
+        " not cached. `reset`: it is, on the word of whoever sets this that the trainer resets the"
+        " prefix cache, external part included, on each update.",
+    ),
+    Key(
+        "any_engine_version",
+        default=False,
+        parse=values.parse_flag,
+        owner="engine",
+        accepts="true or false",
+        doc="With `true` kvtide also works in versions of the engine that it was not tested with.",
+    ),
+    Key(
+        "start_node",
+        default=True,
+        parse=values.parse_flag,
+        owner="engine",
+        accepts="true or false",
+        doc="Whether the connector starts a node when none is there. With `false` it waits for"
+        " one, uncached, for as long as that takes.",
+    ),
+)
+"""All settings; the parser, the environment's names and docs/configuration.md follow from it."""
