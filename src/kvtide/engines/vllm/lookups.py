@@ -130,10 +130,12 @@ class Lookups:
     # ---- answers
 
     def pending(self, number: int) -> None:
-        """The answer is promised."""
+        """The answer is promised; or, said again, has come closer: T_load begins anew."""
         tracker = self._questions.get(number)
-        if tracker is not None and tracker.question is not None:
-            tracker.question.is_pending = True
+        question = tracker.question if tracker is not None else None
+        if question is not None:
+            question.is_pending = True
+            question.sent_ms, question.is_overdue = self._clock.now_ms(), False
 
     def matched(self, match: m.Match, arrived_ms: int) -> None:
         """An answer; the chunk where it ends may be worth a second question."""

@@ -39,6 +39,7 @@ class StepPlan(KVConnectorMetadata):
         rescues: blocks of requests that have ended: copied before the forward, which may
             overwrite them.
         has_forward: whether this step computes anything.
+        token_count: how many tokens it computes, of all requests together.
         is_off: the scheduler role has ended by an error of its own: let go of everything.
     """
 
@@ -46,4 +47,5 @@ class StepPlan(KVConnectorMetadata):
     stores: list[StoreJob] = field(default_factory=list)
     rescues: list[StoreJob] = field(default_factory=list)
     has_forward: bool = True
+    token_count: int = 0
     is_off: bool = False

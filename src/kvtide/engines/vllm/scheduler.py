@@ -18,7 +18,6 @@ import time
 from typing import Any
 
 from kvtide.clock import Clock
-from kvtide.config import EngineConfig
 from kvtide.core import messages as m
 from kvtide.core.chain import Chain
 from kvtide.core.instances import ROOTS_MAX
@@ -32,6 +31,7 @@ from kvtide.engines.vllm.session import EngineIdentity, EngineSession, Session
 from kvtide.engines.vllm.stores import Stores
 from kvtide.engines.vllm.tracker import Load, Tracker, items_of, refusal
 from kvtide.metrics import Counters
+from kvtide.settings import EngineConfig
 
 logger = logging.getLogger("vllm.kvtide")
 
@@ -301,7 +301,8 @@ class SchedulerSide:
             tracker.storable_tokens = min(end, request.num_tokens)
             if tracker.store is not None:
                 self._stores.computed(tracker)
-        plan = StepPlan(has_forward=scheduler_output.total_num_scheduled_tokens > 0)
+        token_count = scheduler_output.total_num_scheduled_tokens
+        plan = StepPlan(has_forward=token_count > 0, token_count=token_count)
         self._stores.plan(plan)
         self._count()
         plan.loads = self.take_new_loads()  # last: what fails before must not lose them

@@ -64,8 +64,8 @@ class KVTidePromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters: dict[str, tuple[Metric, Any]] = {}
         for metric in METRICS:
-            if metric.kind == "counter" and not metric.source.startswith("evicted"):
-                labels = [*labelnames, metric.label] if metric.label else labelnames
+            if metric.kind == "counter" and not metric.is_nodes:
+                labels = [*labelnames, *metric.labels]
                 name = f"vllm:{metric.name.removesuffix('_total')}"
                 counter = self._counter_cls(name, metric.doc, labelnames=labels)
                 self._counters[metric.source] = (metric, counter)
@@ -77,5 +77,5 @@ class KVTidePromMetrics(KVConnectorPromMetrics):
             prefix, dot, rest = name.partition(".")
             metric, counter = self._counters.get(prefix + dot, (None, None))
             if metric is not None and counter is not None:
-                labels = [*values, rest] if metric.label else values
+                labels = [*values, rest] if metric.labels else values
                 counter.labels(*labels).inc(increment)

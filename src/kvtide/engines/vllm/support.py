@@ -25,13 +25,13 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvtide.config import EngineConfig
 from kvtide.core.keys import encode
 from kvtide.core.reasons import Off, OffReason
 from kvtide.engines.vllm.model_fields import hf_fields, local_directory, model_module
 from kvtide.engines.vllm.plain import FieldUnknown, plain
 from kvtide.engines.vllm.versions import TESTED, is_tested
 from kvtide.engines.vllm.weights import DummyWeights, LocalWeights, Weights, weight_files
+from kvtide.settings import EngineConfig
 
 _CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
 _TORCH_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

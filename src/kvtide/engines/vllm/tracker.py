@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtide.config import EngineConfig
 from kvtide.core import messages as m
 from kvtide.core.chain import Chain
 from kvtide.core.keys import CONTENT_ID_BYTES_MAX, Item
 from kvtide.core.plan import StorePlan
 from kvtide.core.reasons import MissReason
+from kvtide.settings import EngineConfig
 
 
 @dataclass(slots=True)

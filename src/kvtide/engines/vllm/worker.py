@@ -45,6 +45,8 @@ LOAD_S_MAX = T_LOAD_MS / 1000
 """T_load: a load that waits while no piece of any load ends for so long is given up."""
 IDLE_WAIT_S = 0.005
 """In a step without a forward, how long to wait for a running load instead of spinning."""
+PREFILL_TOKENS_MIN = 128
+"""A step of so many tokens is taken for a prefill, and its time tells how quick those are."""
 LEAVE_S_MAX = 5.0
 MOVERS_MAX = 2
 SPLIT_BYTES = 4 << 20
@@ -95,6 +97,7 @@ class WorkerSide:
         self._processors = processors_of_process()
         self._pieces: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         self._is_closed = False
+        self._forward_began_s = time.monotonic()
         self._progress_s = 0.0  # when a piece ended last
         self._movers = [
             threading.Thread(target=self._move, name=f"kvtide-mover-{number}", daemon=True)
@@ -111,10 +114,16 @@ class WorkerSide:
     def handle_preemptions(self, plan: StepPlan) -> None:
         """Before the forward: copy what it may overwrite."""
         self._store_all(plan.rescues)
+        self._forward_began_s = time.monotonic()
 
     def start_loads(self, plan: StepPlan) -> None:
         """Hand loads to the mover threads; each will be reported once, whatever happens."""
         self._plan = plan
+        if self._facts.rank == 0 and plan.token_count >= PREFILL_TOKENS_MIN:
+            # vLLM calls this right after a forward, which on a CPU has ended by then.
+            took_s = time.monotonic() - self._forward_began_s
+            self.counters.add("prefill_tokens", plan.token_count)
+            self.counters.add("prefill_us", int(took_s * 1e6))
         for job in plan.loads:
             parts = self._cut(job)
             load = self._loads[job.request_id] = _Load(job, len(parts))
