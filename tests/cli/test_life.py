@@ -6,7 +6,8 @@ import select
 import signal
 import socket
 import subprocess
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -183,6 +184,16 @@ def test_logs_loses_nothing_to_a_rotation_between_its_two_files(
     assert len(opened) == 2
 
 
+@contextmanager
+def ended(child: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """On the way out it is killed, should it live: else its own `with` waits for ever."""
+    try:
+        yield
+    finally:
+        if child.poll() is None:
+            child.kill()
+
+
 def test_logs_of_a_node_in_the_foreground_says_where_they_are(
     run: Run, new_node: StartNode, runtime_dir: Path, tmp_path: Path
 ) -> None:
@@ -192,6 +203,7 @@ def test_logs_of_a_node_in_the_foreground_says_where_they_are(
     with (
         place.open("w") as file,
         subprocess.Popen([*KVTIDE, "serve"], stderr=file, env=environment) as child,
+        ended(child),
     ):
         node.wait_answer()
         where = f"node {child.pid} runs in the foreground and logs to its standard error, {place}"

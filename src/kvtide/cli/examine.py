@@ -25,7 +25,8 @@ from kvtide.errors import (
     WireError,
 )
 from kvtide.memory import probe
-from kvtide.node.main import Way, host_bytes, smallness
+from kvtide.node.build import Way
+from kvtide.node.main import host_bytes, smallness
 from kvtide.units import MiB, format_bytes
 from kvtide.wire.command import ask
 from kvtide.wire.places import (

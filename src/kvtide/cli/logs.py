@@ -42,10 +42,14 @@ def _logs_elsewhere(places: Places) -> str:
     """Where the running node logs if not into the log; empty where it does, or cannot be seen."""
     try:
         pid = pid_of_node(places)
-        opened = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+        names = os.listdir(f"/proc/{pid}/fd")
         place = os.readlink(f"/proc/{pid}/fd/2")
     except (OSError, WireError):  # nobody listens, or out of sight: a container, another user
         return ""
+    opened = set()
+    for name in names:
+        with suppress(OSError):  # closed meanwhile: the node goes on
+            opened.add(os.readlink(f"/proc/{pid}/fd/{name}"))
     if str(places.log.resolve()) in opened:
         return ""
     if place.startswith(("pipe:", "socket:")):

@@ -14,10 +14,11 @@ from kvtide.errors import KVTideError
 COMMANDS = {
     "serve": ("kvtide.cli.serve", "Run a node here, until Ctrl-C or SIGTERM."),
     "status": ("kvtide.cli.status", "Show the node, its engines, memory, hits and misses."),
-    "stop": ("kvtide.cli.stop", "End the node; what it holds is lost, engines serve on."),
+    "stop": ("kvtide.cli.stop", "End the node; what its memory holds is lost, engines serve on."),
     "clear": ("kvtide.cli.clear", "Take away what the node holds, or what it holds of one salt."),
     "logs": ("kvtide.cli.logs", "Show the end of the node's log."),
     "doctor": ("kvtide.cli.doctor", "Look for what keeps kvtide from working well here."),
+    "disk": ("kvtide.cli.disk", "Look at the directory of a disk tier, and prove it."),
     "config": ("kvtide.cli.config", "Show settings and where they come from."),
 }
 """Module and line of help of each command, in the order of the page of help; the lines are those

@@ -15,7 +15,7 @@ Status = Mapping[str, Any]
 
 def page(status: Status, directory: str) -> str:
     """The whole page."""
-    sections = {
+    sections: dict[str, Iterable[str]] = {
         "node": _node(status["node"], directory),
         "host": _host(status["host"]),
         "entries": _entries(status["entries"], status["host"]),
@@ -29,6 +29,8 @@ def page(status: Status, directory: str) -> str:
         "drops": _by_reason(status["counts"], "drop."),
         "evictions": [_listed(status["evicted"])],
     }
+    for name, tier in status["tiers"].items():
+        sections[name] = _tier(name, tier, status["counts"], status["node"]["uptime_s"])
     return "\n".join(_laid_out(sections))
 
 
@@ -164,6 +166,28 @@ def _with(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
         for name, value in counts.items()
         if name.startswith(prefix)
     }
+
+
+def _tier(
+    name: str, tier: Mapping[str, Any], counts: Mapping[str, int], uptime_s: int
+) -> Iterator[str]:
+    """One place below the host."""
+    state = "" if tier["state"] == "on" else f"; {printable(tier['state'])}"
+    yield (
+        f"{format_bytes(tier['bytes_used'])} of {format_bytes(tier['bytes_max'])},"
+        f" {tier['records']:,} records, {format_bytes(tier['queued_bytes'])} waiting{state}"
+    )
+    for what, past in (("loads", "loaded"), ("stores", "stored")):
+        size = format_bytes(counts.get(f"tier_{past}_bytes.{name}", 0))
+        yield f"{what}: {_listed(_with(counts, f'tier_{what}.{name}.'))}; {size}"
+    found, absent = (counts.get(f"tier_lookups.{name}.{w}", 0) for w in ("found", "absent"))
+    if asked := found + absent:
+        yield f"hits: {found:,} of {asked:,} questions ({found / asked:.0%}) found something"
+    if stored := counts.get(f"tier_stored_bytes.{name}", 0):
+        rate = int(stored / max(1, uptime_s))
+        yield f"written {format_bytes(rate)} a second since the node's start"
+    if tier["evicted"]:
+        yield f"{tier['evicted']:,} records evicted"
 
 
 def _listed(values: Mapping[str, int]) -> str:

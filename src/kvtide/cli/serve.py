@@ -16,7 +16,8 @@ from collections.abc import Iterator
 
 import click
 
-from kvtide.node.main import LOG_FORMAT, Way, become_node
+from kvtide.node.build import Way
+from kvtide.node.main import LOG_FORMAT, become_node
 
 LINES_WAITING_MAX = 1_000
 FLUSH_S_MAX = 1.0

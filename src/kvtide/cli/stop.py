@@ -20,7 +20,7 @@ POLL_S = 0.05
 
 @click.command()
 def command() -> None:
-    """End the node; what it holds is lost, engines serve on.
+    """End the node; what its memory holds is lost, engines serve on.
 
     Engines that run now start no other: they join again when somebody does (a new engine, or
     `kvtide serve`).
