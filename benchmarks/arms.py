@@ -27,6 +27,7 @@ LMCACHE_PYTHON = ROOT / ".venv-lmcache" / "bin" / "python"
 LMCACHE_START_S_MAX = 60.0
 HOST_BYTES = "3GiB"  # of kvtide's node; LMCache's server has as many
 LMCACHE_GB = 3
+DISK_NODE = "kvtide-disk"  # below the same: the runtime directory of the node with a disk
 HOOK_REPORTS = "hook-reports"  # below the directory of an engine's log
 
 
@@ -37,6 +38,7 @@ class Arm(enum.Enum):
     OWN = "engine's prefix cache"
     LMCACHE = "LMCache 0.5.6"
     KVTIDE = "kvtide"
+    KVTIDE_DISK = "kvtide with a disk"
     KVTIDE_TIMED = "kvtide, its hooks timed"
 
 
@@ -94,6 +96,14 @@ def _own(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
 
 def _kvtide(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
     return _with_node(setting, "kvtide", KVTIDE, {})
+
+
+def _kvtide_disk(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
+    variables = {
+        "KVTIDE_DISK_PATH": str(setting.directory / "disk"),
+        "KVTIDE_DISK_BYTES_MAX": "8GiB",
+    }
+    return _with_node(setting, DISK_NODE, KVTIDE, variables)
 
 
 def _kvtide_timed(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
@@ -199,5 +209,6 @@ _ARMS = {
     Arm.OWN: _own,
     Arm.LMCACHE: _lmcache,
     Arm.KVTIDE: _kvtide,
+    Arm.KVTIDE_DISK: _kvtide_disk,
     Arm.KVTIDE_TIMED: _kvtide_timed,
 }

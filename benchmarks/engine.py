@@ -1,6 +1,6 @@
 """kvtide in a real vLLM, against no cache, the engine's own prefix cache, and LMCache.
 
-    python -m benchmarks.engine [--quick] [--only reuse,chat,overhead] [--results DIRECTORY]
+    python -m benchmarks.engine [--quick] [--only reuse,chat,disk,overhead] [--results DIRECTORY]
 
 SmolLM2-135M in bf16 on all cores of this process. Every arm is a `vllm serve` of its own; those
 that are compared live at the same time and take turns, so what changes with time changes for all.
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import chat, overhead, report, reuse
+from benchmarks import chat, disk_hits, overhead, report, reuse
 from benchmarks.report import Section, Verdict
 
 Part = Callable[[bool], Section]
@@ -25,6 +25,7 @@ PARTS: Mapping[str, Part] = {
     "chat": lambda is_quick: (
         chat.run(chat.QUICK, chat.QUICK_ARMS) if is_quick else chat.run(chat.FULL)
     ),
+    "disk": lambda is_quick: disk_hits.run(disk_hits.QUICK if is_quick else disk_hits.FULL),
     "overhead": lambda is_quick: overhead.run(overhead.QUICK if is_quick else overhead.FULL),
 }
 

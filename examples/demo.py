@@ -5,8 +5,9 @@
 A real `vllm serve` (CPU) with SmolLM2-135M-Instruct answers one question about each of four
 texts, chapters of Python's own documentation, through the OpenAI API: cold; from the engine's own
 prefix cache; from kvtide after the engine's cache was reset; after the engine was stopped and
-started anew; and from a second engine beside it. It ends with a table, and with exit code 0 only
-if kvtide served tokens every time and every answer equals the one from the engine's own cache.
+started anew; from a second engine beside it; and, after everything was killed, from kvtide's disk.
+It ends with a table, and with exit code 0 only if kvtide served tokens every time and every answer
+equals the one from the engine's own cache.
 
 Everything runs in a directory of its own and is stopped at the end, also on Ctrl-C.
 """
@@ -14,6 +15,7 @@ Everything runs in a directory of its own and is stopped at the end, also on Ctr
 import contextlib
 import enum
 import itertools
+import os
 import pydoc_data.topics
 import shutil
 import signal
@@ -26,12 +28,14 @@ from pathlib import Path
 
 from kvtide.errors import KVTideError
 from kvtide.testing.completions import Completion
+from kvtide.testing.node_process import node_pids
 from kvtide.testing.nodes import stop_nodes
 from kvtide.testing.serving import KVTIDE, SMOLLM2, ServedEngine, environment
 
 ANSWER_TOKENS = 40
 RESET_S_MAX = 10.0
 WARM_UP_TOKENS = 2500
+DISK_BYTES_MAX = "4GiB"
 LINGER_S = "300"  # should this program be killed, the node ends by itself after this time
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 SPINNER = "|/-\\"
@@ -69,6 +73,7 @@ class Stage(enum.Enum):
     RESET = "kvtide: engine's cache reset"
     RESTARTED = "kvtide: engine restarted"
     BESIDE = "kvtide: second engine"
+    KILLED = "kvtide: all killed, from disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,8 @@ class Demo:
         self.variables = {
             "KVTIDE_RUNTIME_DIR": str(self.runtime_dir),
             "KVTIDE_LINGER_S": LINGER_S,
+            "KVTIDE_DISK_PATH": str(directory / "disk"),
+            "KVTIDE_DISK_BYTES_MAX": DISK_BYTES_MAX,
         }
         self.asked: list[Asked] = []
 
@@ -135,6 +142,14 @@ class Demo:
             with self.engine("engine 2, beside it") as second:
                 self.warm_up(second)
                 self.stage(second, Stage.BESIDE)
+                for pid in node_pids(self.runtime_dir):
+                    os.kill(pid, signal.SIGKILL)
+                engine.kill()
+                second.kill()
+        self._screen.say("node and engines were killed (SIGKILL): what was in memory is gone")
+        with self.engine("engine 3") as third:
+            self.warm_up(third)
+            self.stage(third, Stage.KILLED)
 
     @contextlib.contextmanager
     def engine(self, name: str) -> Iterator[ServedEngine]:

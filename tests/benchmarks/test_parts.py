@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import chat, engine, overhead, reuse
+from benchmarks import chat, disk_hits, engine, overhead, reuse
 from benchmarks.arms import Arm
 from benchmarks.hook_reports import hook_us
 from benchmarks.overhead import Way
@@ -82,6 +82,15 @@ def test_time_in_hooks_is_taken_between_two_readings() -> None:
         "scheduler": {"steps": 4, "times_ns": {"build_connector_meta": 8000}},
     }
     assert hook_us(before, after) == {"wait_for_save": 2.0, "build_connector_meta": 2.0}
+
+
+def test_a_hit_from_disk_must_be_whole_and_beat_computing() -> None:
+    good = disk_hits.Taken([900.0] * 7, [100.0] * 9, [50.0] * 9, [45.0] * 9, {384}, {384})
+    short = disk_hits.Taken([900.0] * 7, [100.0] * 9, [50.0] * 9, [45.0] * 9, {256}, {384})
+    slow = disk_hits.Taken([90.0] * 7, [100.0] * 9, [50.0] * 9, [45.0] * 9, {384}, {384})
+    section = disk_hits._section(disk_hits.FULL, {508: good, 600: short, 700: slow})
+    assert list(verdicts(section).values()) == [Verdict.MET, Verdict.MISSED, Verdict.MISSED]
+    assert section.rows[0][4] == "+5.0 (+5.0 to +5.0)"
 
 
 def test_the_chats_exceed_the_engines_cache_several_times() -> None:

@@ -1,0 +1,293 @@
+"""The disk tier against a plain loop: bandwidth both ways, what checksums and syncs cost.
+
+The plain loop writes and reads the same sizes with O_DIRECT, by as many threads as the tier uses
+(one writes, two read), to a file beside the tier's. Arms take turns in every round; the plain loop
+also runs a second time under another name, and how far those two lie apart is the noise floor.
+Nothing of it goes through the page cache, so there is none to drop.
+
+    python -m benchmarks.paths_disk [--quick] [--directory DIRECTORY]
+
+`--quick` measures few rounds.
+"""
+
+import argparse
+import mmap
+import os
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from kvtide.core.keys import fingerprint, root_key
+from kvtide.core.layout import KVLayout
+from kvtide.core.records import Record, RootName
+from kvtide.tiers.base import Loaded, LoadJob, LoadOutcome, Stored, StoreJob, StoreOutcome
+from kvtide.tiers.disk.tier import DiskTier
+from kvtide.units import GiB, KiB, MiB
+
+BLOCKS = 2
+ROUND_BYTES = 256 * MiB
+RATIO_MIN = 0.9
+RATIO_GATE = 0.7
+CHECKSUM_RATIO_MAX = 0.10
+HEADER_BYTES = 4 * KiB
+READERS = 2
+"""Threads that load in the tier, and so in the plain loop."""
+SIZES = (MiB, 4 * MiB, 32 * MiB)
+
+
+@dataclass(slots=True)
+class Taken:
+    """Seconds and CPU seconds of one arm, a pair for each round."""
+
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+    def rate(self, size_bytes: int) -> float:
+        """GB/s, of the median round."""
+        return size_bytes / statistics.median(self.wall_s) / 1e9
+
+    def cpu_per_gb(self, size_bytes: int) -> float:
+        """CPU seconds for each GB."""
+        return statistics.median(self.cpu_s) / size_bytes * 1e9
+
+
+def timed(taken: Taken, work: Callable[[], None]) -> None:
+    """One round of one arm."""
+    began_s, began_cpu_s = time.perf_counter(), _cpu_s()
+    work()
+    taken.wall_s.append(time.perf_counter() - began_s)
+    taken.cpu_s.append(_cpu_s() - began_cpu_s)
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+class Plain:
+    """A file that is written and read whole, piece by piece."""
+
+    def __init__(self, path: Path, piece_bytes: int, memory: memoryview) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o600)
+        self._piece_bytes = piece_bytes + HEADER_BYTES
+        self._count = ROUND_BYTES // piece_bytes
+        self._header = mmap.mmap(-1, HEADER_BYTES)
+        self._memory = memory
+        self._end = 0
+
+    def store(self) -> None:
+        """Append a round's pieces, as the tier appends records."""
+        for number in range(self._count):
+            offset = self._end + number * self._piece_bytes
+            os.pwritev(self._fd, [self._header, self._of(number)], offset)
+        self._end += self._count * self._piece_bytes
+
+    def load(self) -> None:
+        """Read the last round's pieces by two threads."""
+        first = self._end - self._count * self._piece_bytes
+        headers = [mmap.mmap(-1, HEADER_BYTES) for _ in range(READERS)]
+
+        def read(share: int) -> None:
+            for number in range(share, self._count, READERS):
+                offset = first + number * self._piece_bytes
+                os.preadv(self._fd, [headers[share], self._of(number)], offset)
+
+        with ThreadPoolExecutor(READERS) as pool:
+            list(pool.map(read, range(READERS)))
+
+    def _of(self, number: int) -> memoryview:
+        size = self._piece_bytes - HEADER_BYTES
+        return self._memory[number * size : (number + 1) * size]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Tier:
+    """The tier, driven as the node drives it."""
+
+    def __init__(self, path: Path, piece_bytes: int, memory: memoryview, sync: str) -> None:
+        self._woken = threading.Event()
+        self.tier = DiskTier(
+            path,
+            4 * ROUND_BYTES,
+            self._woken.set,
+            sync=sync,
+            queue_bytes_max=2 * ROUND_BYTES,
+            floor_bytes=0,
+        )
+        self.tier.tick(1)
+        self._layout = KVLayout(128, 128 * BLOCKS, (piece_bytes // BLOCKS,))
+        name = fingerprint({"engine": "benchmark"})
+        key = root_key(name, epoch=b"", salt=None, adapter=b"")
+        self._root = RootName(key, name, b"", b"")
+        self._piece_bytes = piece_bytes
+        self._count = ROUND_BYTES // piece_bytes
+        self._memory = memory
+        self._number = 0
+        self._records: list[Record] = []
+
+    def store(self) -> None:
+        """One chain: a round's records."""
+        parent = self._root.key
+        self._records = []
+        for number in range(self._count):
+            key = os.urandom(32)
+            digests = os.urandom(16 * (BLOCKS - 1)) + key[:16]
+            record = Record(self._root, parent, key, digests, self._layout)
+            self._number += 1
+            self.tier.store(StoreJob(self._number, record, [self._of(number)]))
+            self._records.append(record)
+            parent = key
+        for done in self._ends():
+            assert isinstance(done, Stored), done
+            assert done.outcome is StoreOutcome.STORED, done
+
+    def load(self) -> None:
+        """The records of the last round."""
+        for number, record in enumerate(self._records):
+            self._number += 1
+            self.tier.load(LoadJob(self._number, record, [self._of(number)]))
+        for done in self._ends():
+            assert isinstance(done, Loaded), done
+            assert done.outcome is LoadOutcome.LOADED, done
+
+    def _ends(self) -> Iterator[object]:
+        left = self._count
+        while left:
+            assert self._woken.wait(60), "the tier does not answer"
+            self._woken.clear()
+            for done in self.tier.poll():
+                left -= 1
+                yield done
+
+    def _of(self, number: int) -> memoryview:
+        return self._memory[number * self._piece_bytes : (number + 1) * self._piece_bytes]
+
+    def close(self) -> None:
+        self.tier.close(10)
+
+
+@contextmanager
+def directory(below: Path | None) -> Iterator[Path]:
+    """An empty one, removed afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="kvtide-bench-", dir=below))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def bandwidth(below: Path | None, rounds: int) -> bool:
+    """Both ways, for each size; whether the budget is kept."""
+    is_kept = True
+    memory = memoryview(mmap.mmap(-1, ROUND_BYTES))
+    memory[:] = os.urandom(MiB) * (ROUND_BYTES // MiB)
+    print(f"rounds of {ROUND_BYTES // MiB} MiB; GB/s of the median of {rounds} rounds")
+    print(f"{'record':>8} {'':6} {'tier':>6} {'plain':>6} {'ratio':>6} {'noise':>6}  CPU s/GB")
+    for piece_bytes in SIZES:
+        with directory(below) as path:
+            arms = {
+                "plain": Plain(path / "plain", piece_bytes, memory),
+                "plain again": Plain(path / "again", piece_bytes, memory),
+                "tier": Tier(path / "tier", piece_bytes, memory, "none"),
+            }
+            for direction in ("store", "load"):
+                taken = {name: Taken() for name in arms}
+                for number in range(rounds + 1):
+                    order = list(arms)[:: 1 if number % 2 else -1]
+                    for name in order:
+                        arm = arms[name]
+                        if direction == "load" and number == 0:
+                            arm.store()
+                        timed(taken[name] if number else Taken(), getattr(arm, direction))
+                is_kept &= _line(piece_bytes, direction, taken)
+            for arm in arms.values():
+                arm.close()
+    return is_kept
+
+
+def _line(piece_bytes: int, direction: str, taken: dict[str, Taken]) -> bool:
+    pairs = zip(taken["plain"].wall_s, taken["tier"].wall_s, strict=True)
+    ratio = statistics.median(plain / tier for plain, tier in pairs)
+    again = zip(taken["plain"].wall_s, taken["plain again"].wall_s, strict=True)
+    noise = statistics.median(plain / other for plain, other in again)
+    cpu = "/".join(f"{taken[n].cpu_per_gb(ROUND_BYTES):.2f}" for n in ("tier", "plain"))
+    verdict = "" if ratio >= RATIO_MIN else "missed" if ratio < RATIO_GATE else "below the goal"
+    print(
+        f"{piece_bytes // MiB:>4} MiB {direction:<6} {taken['tier'].rate(ROUND_BYTES):>6.2f}"
+        f" {taken['plain'].rate(ROUND_BYTES):>6.2f} {ratio:>6.2f} {noise:>6.2f}  {cpu}  {verdict}",
+        flush=True,
+    )
+    return ratio >= RATIO_GATE
+
+
+def checksums(below: Path | None, rounds: int) -> bool:
+    """What proving takes of a load."""
+    memory = memoryview(mmap.mmap(-1, ROUND_BYTES))
+    memory[:] = os.urandom(MiB) * (ROUND_BYTES // MiB)
+    with directory(below) as path:
+        tier = Tier(path / "tier", 4 * MiB, memory, "none")
+        tier.store()
+        loads, proofs = Taken(), Taken()
+        for _ in range(rounds):
+            timed(loads, tier.load)
+            timed(proofs, lambda: _prove(memory))
+        tier.close()
+    ratio = statistics.median(proofs.wall_s) / statistics.median(loads.wall_s)
+    ratio /= READERS  # two threads prove while they load
+    print(f"\nchecksums: {proofs.rate(ROUND_BYTES):.1f} GB/s, {ratio:.1%} of a load")
+    return ratio <= CHECKSUM_RATIO_MAX
+
+
+def _prove(memory: memoryview) -> None:
+    for start in range(0, ROUND_BYTES, 2 * MiB):
+        xxhash.xxh3_64_intdigest(memory[start : start + 2 * MiB])
+
+
+def syncs(below: Path | None, rounds: int) -> None:
+    """What each level of `disk_sync` costs a store."""
+    memory = memoryview(mmap.mmap(-1, ROUND_BYTES))
+    print(f"\nstores of 4 MiB by disk_sync; GB/s of the median of {rounds} rounds")
+    with directory(below) as path:
+        arms = {s: Tier(path / s, 4 * MiB, memory, s) for s in ("none", "sealed", "each")}
+        taken = {name: Taken() for name in arms}
+        for number in range(rounds + 1):
+            for name, arm in list(arms.items())[:: 1 if number % 2 else -1]:
+                timed(taken[name] if number else Taken(), arm.store)
+        for name, arm in arms.items():
+            print(f"  {name:<7} {taken[name].rate(ROUND_BYTES):.2f}", flush=True)
+            arm.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure; 1 where a budget is missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--directory", type=Path, help="on the disk to be measured")
+    options = parser.parse_args(argv)
+    rounds = 3 if options.quick else 15
+    below = options.directory
+    free = shutil.disk_usage(below or tempfile.gettempdir()).free
+    if free < 16 * GiB:
+        print(f"16 GiB are needed, {free / GiB:.0f} are free", file=sys.stderr)
+        return 2
+    is_kept = bandwidth(below, rounds)
+    is_kept &= checksums(below, rounds)
+    syncs(below, rounds)
+    return 0 if is_kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
