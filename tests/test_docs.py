@@ -10,7 +10,7 @@ from kvtide.core.layout import KVLayout
 from kvtide.core.reasons import DropReason, MissReason, OffReason
 from kvtide.metrics import METRICS
 from kvtide.node.main import HOST_BYTES_8B
-from kvtide.node.report import LABELS
+from kvtide.node.report import LABELS, TIER_LABELS
 from kvtide.node.runtime import FIRST_ENGINE_S
 from kvtide.units import KiB, format_bytes, parse_bytes
 from kvtide.values import CHUNK_TOKENS_DEFAULT
@@ -31,12 +31,14 @@ def test_every_metric_is_explained() -> None:
     text = (DOCS / "metrics.md").read_text(encoding="utf-8")
     for metric in METRICS:
         assert text.count(f"| `{metric.name}` | {metric.kind} |") == 1
-        if metric.label:
-            assert metric.source in LABELS
+        if metric.labels and metric.labels != ("tier",):
+            values = (LABELS | TIER_LABELS)[metric.source]
             (row,) = [
-                line for line in text.splitlines() if line.startswith(f"| `{metric.name}` | `")
+                line
+                for line in text.splitlines()
+                if line.startswith(f"| `{metric.name}` | `{metric.labels[-1]}` |")
             ]
-            assert all(f"`{value}`" in row for value in LABELS[metric.source])
+            assert all(f"`{value}`" in row for value in values)
 
 
 def test_least_host_that_is_documented_is_the_one_that_is_asked_for() -> None:
@@ -62,6 +64,8 @@ BOUNDS = {
     "T_answer": f"{bounds.T_ANSWER_MS} ms",
     "heartbeat": f"{bounds.HEARTBEAT_S:g} s",
     "T_load": f"{bounds.T_LOAD_MS / 1000:g} s",
+    "T_start": f"{bounds.T_START_MS / 1000:g} s",
+    "T_put": f"{bounds.T_PUT_MS / 1000:g} s",
     "T_stop": f"node {bounds.T_STOP_S:g} s, connector {bounds.T_STOP_CONNECTOR_S:g} s",
 }
 

@@ -35,10 +35,10 @@ RANK = {
 MAY_IMPORT = {
     "core": [],
     "memory": [],
-    "codec": ["core.keys", "core.layout"],
+    "codec": ["core.keys", "core.layout", "core.records"],
     "wire": ["core"],
     "movers": ["memory", "core.layout"],
-    "tiers": ["core.keys", "core.layout", "memory", "codec"],
+    "tiers": ["core.keys", "core.layout", "core.records", "memory", "codec"],
     "node": ["core", "memory", "codec", "wire", "tiers"],
     "fleet": ["wire", "core"],
     "engines": ["wire", "movers", "memory", "core", "node.launch", "node.supervise"],
