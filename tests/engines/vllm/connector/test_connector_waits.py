@@ -11,7 +11,7 @@ import pytest
 from kvtide.engines.vllm import lookups as lookups_side
 from kvtide.engines.vllm import worker as worker_side
 from kvtide.engines.vllm.tracker import Tracker
-from kvtide.testing.vllm_toy import ToyOptions
+from kvtide.testing.vllm_toy import ToyEngine, ToyOptions
 from tests.engines.vllm.connector.toys import (
     Toys,
     assert_right,
@@ -26,6 +26,7 @@ from tests.engines.vllm.connector.toys import (
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("patient")]
 
 LENGTH = 150
+TRIES_MAX = 5
 OPTIONS = ToyOptions(chunk_tokens=64, step_tokens=64)
 
 
@@ -136,14 +137,27 @@ def test_what_was_never_computed_is_not_stored(toys: Toys) -> None:
     The request is aborted before vLLM has heard that this load failed.
     """
     engine = toys.start(OPTIONS)
-    prompt = stored(toys, engine, LENGTH)
+    prompts = (stored(toys, engine, LENGTH) for _ in range(TRIES_MAX))
+    # On a busy machine the answer may come too late: then there is no load, and nothing to fail.
+    prompt = next(prompt for prompt in prompts if aborted_unplanned(toys, engine, prompt))
+    toys.rest()
+    engine.reset()
+    result = engine.generate(prompt)
+    assert_right(result, 1)
+    assert result.external == 0
+
+
+def aborted_unplanned(toys: Toys, engine: ToyEngine, prompt: list[int]) -> bool:
+    """Abort a request whose load cannot be planned; whether it had one."""
     scheduler = scheduler_of(engine)
     allocated = scheduler.allocated
+    external: list[int] = []
 
-    def without_its_answer(request: Any, *arguments: Any) -> bool:
+    def without_its_answer(request: Any, block_ids: list[int], external_tokens: int) -> bool:
+        external.append(external_tokens)
         scheduler._lookups.drop(scheduler._trackers[request.request_id])
         toys.node.clear()
-        return bool(allocated(request, *arguments))
+        return bool(allocated(request, block_ids, external_tokens))
 
     scheduler.allocated = without_its_answer
     request_id = engine.add(prompt)
@@ -152,11 +166,7 @@ def test_what_was_never_computed_is_not_stored(toys: Toys) -> None:
         engine.step()
     del scheduler.allocated
     engine.before_output = lambda: None
-    toys.rest()
-    engine.reset()
-    result = engine.generate(prompt)
-    assert_right(result, 1)
-    assert result.external == 0
+    return external != [] and external[0] > 0  # none: aborted while it waited for the answer
 
 
 def test_what_failed_to_load_is_stored_again(toys: Toys) -> None:
