@@ -28,6 +28,7 @@ LMCACHE_START_S_MAX = 60.0
 HOST_BYTES = "3GiB"  # of kvtide's node; LMCache's server has as many
 LMCACHE_GB = 3
 DISK_NODE = "kvtide-disk"  # below the same: the runtime directory of the node with a disk
+DISK_SETTINGS = {"KVTIDE_DISK_BYTES_MAX": "8GiB"}
 HOOK_REPORTS = "hook-reports"  # below the directory of an engine's log
 
 
@@ -101,7 +102,7 @@ def _kvtide(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]
 def _kvtide_disk(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
     variables = {
         "KVTIDE_DISK_PATH": str(setting.directory / "disk"),
-        "KVTIDE_DISK_BYTES_MAX": "8GiB",
+        **DISK_SETTINGS,
     }
     return _with_node(setting, DISK_NODE, KVTIDE, variables)
 

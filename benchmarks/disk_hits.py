@@ -1,9 +1,9 @@
 """Hits from disk beside hits from host memory, the engine's own, and computing: TTFT.
 
-A round: the node is killed, so that nothing is in memory; the engine starts another by itself.
-Then each prompt is asked for after the engine forgot it (from disk), again after it forgot (from
-host memory), and once more (its own). Disk reads go past the page cache: there is none to drop.
-Cold is a prompt of the same length that nobody sent before.
+A round: the node is killed, so that nothing is in memory, and another one is started. Then each
+prompt is asked for after the engine forgot it (from disk), again after it forgot (from host
+memory), and once more (its own). Disk reads go past the page cache: there is none to drop. Cold is
+a prompt of the same length that nobody sent before.
 """
 
 import os
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from benchmarks.arms import DISK_NODE, Arm, serve
+from benchmarks.arms import DISK_NODE, DISK_SETTINGS, HOST_BYTES, Arm, serve
 from benchmarks.prompts import Prompts
 from benchmarks.report import Section
 from benchmarks.reuse import reset
 from benchmarks.stats import differences, spread
 from kvtide.errors import KVTideError
-from kvtide.testing.node_process import node_pids, wait_dead
+from kvtide.testing.node_process import NodeProcess, node_pids, wait_dead
 from kvtide.testing.serving import ServedEngine
 from kvtide.wire.command import ask
 from kvtide.wire.places import Places
@@ -38,7 +38,7 @@ class Size:
     warm_up_rounds: int
 
 
-FULL = Size((508, 2008, 6008), rounds=20, warm_up_rounds=1)
+FULL = Size((508, 2008, 6008), rounds=12, warm_up_rounds=1)
 QUICK = Size((508, 2008), rounds=2, warm_up_rounds=1)
 
 
@@ -96,10 +96,16 @@ def _measure(size: Size, engine: ServedEngine) -> dict[int, Taken]:
 
 
 def _kill_node(places: Places) -> None:
-    """Kill it, and wait until the engine has another, and serves."""
+    """Kill it, start another, and wait until the engine has that, and serves.
+
+    (The engine would start one itself, but for nodes that die young again and again.)
+    """
     (pid,) = node_pids(places.directory)
     os.kill(pid, signal.SIGKILL)
     assert wait_dead(pid, ON_S_MAX), pid
+    settings = {name.removeprefix("KVTIDE_").lower(): v for name, v in DISK_SETTINGS.items()}
+    disk_path = places.directory.parent / "disk"
+    NodeProcess(places.directory, host_bytes=HOST_BYTES, disk_path=disk_path, **settings).launch()
     until_s = time.monotonic() + ON_S_MAX
     while time.monotonic() < until_s:
         time.sleep(0.1)

@@ -235,7 +235,8 @@ def _line(piece_bytes: int, direction: str, taken: dict[str, Taken], arm: str) -
     verdict = "" if ratio >= RATIO_MIN else "missed" if ratio < RATIO_GATE else "below the goal"
     print(
         f"{piece_bytes // MiB:>4} MiB {direction:<6} {taken[arm].rate(ROUND_BYTES):>6.2f}"
-        f" {taken['plain'].rate(ROUND_BYTES):>6.2f} {ratio:>6.2f} {noise:>6.2f}  {cpu}  {arm}  {verdict}",
+        f" {taken['plain'].rate(ROUND_BYTES):>6.2f} {ratio:>6.2f} {noise:>6.2f}"
+        f"  {cpu}  {arm}  {verdict}",
         flush=True,
     )
     return ratio >= RATIO_GATE
