@@ -1,10 +1,12 @@
 """Between machine and tiers: what a tier is told, and when."""
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -147,3 +149,17 @@ def test_a_fault_at_a_disks_start_costs_the_disk(
     given = {"KVTIDE_DISK_PATH": str(tmp_path / "disk"), "KVTIDE_DISK_BYTES_MAX": "1GiB"}
     node = config.read(environ=given).node
     assert build.open_tiers(node, 1 << 30, build.Way.LAUNCHED, lambda: None) == []
+
+
+def test_auto_counts_what_is_free_and_what_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of others in the directory are neither."""
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda _: SimpleNamespace(free=10 * MiB))
+    (tmp_path / "others").write_bytes(bytes(MiB))
+    assert build._disk_bytes(tmp_path, "auto") == int(10 * MiB * build.DISK_RATIO_AUTO)
+    with (tmp_path / "00000001.segment").open("wb") as file:
+        file.write(bytes(MiB))
+        file.flush()
+        os.fsync(file.fileno())  # else the file system may not count it yet
+    assert build._disk_bytes(tmp_path, "auto") == int(11 * MiB * build.DISK_RATIO_AUTO)

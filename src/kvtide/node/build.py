@@ -20,6 +20,7 @@ from kvtide.errors import ConfigError, KVTideError
 from kvtide.settings import NodeConfig
 from kvtide.tier_values import DiskConfig
 from kvtide.tiers.base import Tier
+from kvtide.tiers.disk.directory import parsed_name
 from kvtide.tiers.disk.tier import DiskTier
 
 logger = logging.getLogger("kvtide.node")
@@ -136,7 +137,8 @@ def _disk_bytes(path: Path, wanted: int | Literal["auto"]) -> int:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shutil.disk_usage(path).free
-        taken = sum(entry.stat().st_blocks * 512 for entry in os.scandir(path) if entry.is_file())
+        ours = [entry for entry in os.scandir(path) if parsed_name(entry.name) is not None]
+        taken = sum(entry.stat().st_blocks * 512 for entry in ours)
     except OSError as error:
         raise ConfigError(
             f"the disk {path} cannot be used: {error.strerror}; correct disk_path"

@@ -34,8 +34,6 @@ TierEffect: TypeAlias = fx.AskTier | fx.LoadFrom | fx.StoreTo | fx.ClearTiers
 CLOSE_S_MAX = 3.0
 """Of T_stop: so long the node waits, at its end, for what is being written."""
 
-GOOD_STORES = (StoreOutcome.STORED, StoreOutcome.HELD)
-
 
 class Tiers:
     """All tiers of the node, in the order in which the machine numbers them."""
@@ -102,7 +100,7 @@ def _event(done: Done) -> fx.Event:
         case Found(number, records, may_go_on):
             return fx.TierFound(number, records, may_go_on)
         case Stored(number, stored):
-            return fx.TierStored(number, stored, stored in GOOD_STORES)
+            return fx.TierStored(number, stored, stored.is_kept)
         case _:
             return fx.TierLoaded(done.number, done.outcome, done.outcome is LoadOutcome.LOADED)
 

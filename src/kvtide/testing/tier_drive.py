@@ -32,7 +32,6 @@ from kvtide.tiers.base import (
 Job: TypeAlias = LookupJob | LoadJob | StoreJob
 
 _ENDS: dict[type[Job], type[Done]] = {LookupJob: Found, LoadJob: Loaded, StoreJob: Stored}
-_GOOD = (StoreOutcome.STORED, StoreOutcome.HELD)
 
 
 class DrivenTier:
@@ -190,7 +189,7 @@ class DrivenTier:
     def keep(self, records: Iterable[Record]) -> None:
         """Store these; they are there now."""
         outcomes = self.store(records)
-        assert set(outcomes) <= set(_GOOD), outcomes
+        assert all(outcome.is_kept for outcome in outcomes), outcomes
 
     def is_there(self, record: Record) -> bool:
         """Whether it is found by itself, whatever is before it."""

@@ -48,6 +48,11 @@ class StoreOutcome(enum.StrEnum):
     BROKEN = "broken"  # the breaker is open: it was not tried
     CLOSED = "closed"  # the tier is being closed
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the record is there."""
+        return self in (StoreOutcome.STORED, StoreOutcome.HELD)
+
 
 @dataclass(frozen=True, slots=True)
 class LookupJob:
