@@ -1,0 +1,212 @@
+"""Stores on their way to the drive: bytes ahead of rows, several at once, each with its own end."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtide.core.records import Record
+from kvtide.testing.faulty_files import Call, FaultyFiles
+from kvtide.testing.tier_drive import DrivenTier
+from kvtide.testing.tier_records import chain_of, layout_of, text
+from kvtide.tiers.base import LoadOutcome, StoreJob, StoreOutcome
+from kvtide.tiers.disk import sealing, workers
+from kvtide.units import KiB
+from tests.tiers.disk_place import (
+    ROOT,
+    assert_holds,
+    bytes_taken,
+    disk_of,
+    driven,
+    files_of,
+    settle,
+    tails,
+)
+
+
+@pytest.fixture
+def kv(tmp_path: Path) -> Path:
+    """Where the tier is."""
+    return tmp_path / "kv"
+
+
+def submit_together(tier: DrivenTier, records: list[Record]) -> list[StoreJob]:
+    """The bytes of the first are being written and stand still; all others wait behind it."""
+    faults = files_of(disk_of(tier))
+    faults.stall(Call.WRITE)
+    jobs = [tier.submit_store(records[0])]
+    faults.wait_stalled(1)
+    jobs += [tier.submit_store(record) for record in records[1:]]
+    while len(disk_of(tier)._workers._summed) < len(jobs) - 1:
+        tier.poll_for(0.01)
+    return jobs
+
+
+def test_neighbours_are_written_together(kv: Path) -> None:
+    """While a store is being written others come: one call for their bytes, one for their rows."""
+    records = tails(6)
+    with driven(kv) as tier:
+        tier.keep(tails(1, first=100))
+        faults = files_of(disk_of(tier))
+        jobs = submit_together(tier, records)
+        before = faults.calls[Call.WRITE]
+        faults.release()
+        assert [tier.stored(job) for job in jobs] == [StoreOutcome.STORED] * len(jobs)
+        # bytes of all but the first; rows, which may still find the first alone
+        assert faults.calls[Call.WRITE] - before in (2, 3)
+        assert_holds(tier, records + tails(1, first=100), [])
+    with driven(kv) as tier:
+        assert_holds(tier, records + tails(1, first=100), [])
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("path_part", [".segment", ".rows"])
+def test_neighbours_fail_one_by_one(kv: Path, path_part: str, code: int) -> None:
+    """Where the one call fails each is tried by itself, and none of them is lost by it."""
+    records = tails(6)
+    with driven(kv) as tier:
+        tier.keep(tails(1, first=100))
+        faults = files_of(disk_of(tier))
+        jobs = submit_together(tier, records)
+        nth = 2 if path_part == ".segment" else 1  # the first one's bytes are not meant
+        faults.fail(Call.WRITE, code, nth=nth, count=1, path_part=path_part)
+        before = faults.calls[Call.WRITE]
+        faults.release()
+        outcomes = [tier.stored(job) for job in jobs]
+        assert faults.injected[f"write {errno.errorcode[code]}"] == 1
+        good = [one for one, end in zip(records, outcomes, strict=True) if end == "stored"]
+        assert len(good) >= 5, "but for a row that was written by itself"
+        assert path_part == ".rows" or len(good) == 6
+        assert faults.calls[Call.WRITE] - before >= 6
+        assert_holds(tier, good + tails(1, first=100), [one for one in records if one not in good])
+    with driven(kv) as tier:
+        assert_holds(tier, good + tails(1, first=100), [one for one in records if one not in good])
+
+
+def test_the_drive_has_the_next_bytes_while_a_store_is_finished(kv: Path) -> None:
+    """Rows and measuring stand still; bytes do not, and what they belong to is no record yet."""
+    first, second = tails(2)
+    with driven(kv) as tier:
+        disk = disk_of(tier)
+        with files_of(disk).stalled(Call.FREE_BYTES):
+            jobs = [tier.submit_store(first)]
+            files_of(disk).wait_stalled(1)
+            jobs.append(tier.submit_store(second))
+            while not disk._workers._written:
+                tier.poll_for(0.01)
+            rows = sealing.read_rows(disk._directory, 1)
+            assert rows is not None
+            assert [one.key for one in rows.kept.values()] == [first.key]
+            assert not tier.is_there(second)
+        assert [tier.stored(job) for job in jobs] == [StoreOutcome.STORED] * 2
+        assert_holds(tier, [first, second], [])
+
+
+def test_bytes_without_a_row_are_given_back_though_the_drive_refused(kv: Path) -> None:
+    """No row can be appended, and no hole punched at once: the space comes back all the same."""
+    [chunk] = chain_of(ROOT, layout_of(64 * KiB), text(1, 4))
+    with driven(kv) as tier:
+        tier.keep(tails(1))
+        before = bytes_taken(kv)
+        faults = files_of(disk_of(tier))
+        faults.fail(Call.WRITE, errno.EIO, count=1, path_part=".rows")
+        faults.fail(Call.PUNCH, errno.EIO, count=1)
+        assert tier.store([chunk]) == [StoreOutcome.FAILED]
+        assert faults.injected["punch EIO"] == 1
+        settle(tier)
+        assert bytes_taken(kv) <= before + 8 * KiB
+        disk_of(tier).check_integrity()
+        tier.keep([chunk])
+        assert_holds(tier, [chunk, *tails(1)], [])
+    with driven(kv) as tier:
+        assert_holds(tier, [chunk, *tails(1)], [])
+
+
+def test_a_log_that_is_spoiled_costs_one_segment(kv: Path) -> None:
+    """Several stores find it so, after the tier has gone on to the next: that one stays."""
+    records = tails(10)
+    with driven(kv) as tier:
+        tier.keep(tails(1, first=100))
+        faults = files_of(disk_of(tier))
+        jobs = submit_together(tier, records[:4])
+        faults.fail(Call.TRUNCATE, errno.EIO)
+        faults.fail(Call.WRITE, errno.EIO, count=1, path_part=".rows")
+        faults.release()
+        assert StoreOutcome.FAILED in [tier.stored(job) for job in jobs]
+        outcomes = tier.store(records[4:])
+        assert outcomes == [StoreOutcome.STORED] * 6
+        assert disk_of(tier)._space.next_number == 3
+        assert_holds(tier, records[4:] + tails(1, first=100), records[:4])
+
+
+def test_a_segment_that_is_unlinked_is_not_held_open(kv: Path) -> None:
+    """Its space would not come back, and no number would tell."""
+    with driven(kv, segment_bytes=64 * KiB) as tier:
+        tier.keep(tails(20))
+        tier.tier.clear(None)
+        settle(tier)
+        held = [name for name in open_files() if str(kv) in name and "deleted" in name]
+        assert not held, held
+
+
+def open_files() -> list[str]:
+    """What descriptors of this process lead to."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+        except FileNotFoundError:
+            continue  # closed meanwhile
+    return found
+
+
+def test_a_close_takes_back_what_is_not_begun_and_waits_no_longer_than_told(kv: Path) -> None:
+    """The drive hangs: what it has may still be written, and ends when that has ended."""
+    records = tails(8)
+    with driven(kv) as tier:
+        jobs = submit_together(tier, records)
+        faults = files_of(disk_of(tier))
+        tier.close(0.1)
+        assert {tier.stored(job) for job in jobs[1:]} == {StoreOutcome.CLOSED}
+        assert not tier.has_ended(jobs[0]), "its cells are being read"
+        faults.release()
+        assert tier.stored(jobs[0]) is StoreOutcome.STORED
+        assert disk_of(tier)._workers.stop(30)
+    with driven(kv) as tier:
+        assert tier.load(records[0]) is LoadOutcome.LOADED
+        assert tier.tier.statistics().records == 1
+
+
+def test_a_file_that_is_gone_is_not_made_anew_without_its_bytes(kv: Path) -> None:
+    """Somebody removes a segment between a record's bytes and its row: the store fails."""
+    with driven(kv) as tier:
+        faults = files_of(disk_of(tier))
+        with faults.stalled(Call.WRITE):
+            job = tier.submit_store(tails(1, first=1)[0])
+            faults.wait_stalled(1)
+            for path in kv.glob("*.segment"):
+                path.unlink()
+        assert tier.stored(job) is StoreOutcome.FAILED
+        assert not list(kv.glob("*.segment"))
+
+
+def test_loads_go_before_bytes_that_are_not_begun(
+    kv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While loads wait for a thread no store is begun; then it goes on."""
+    monkeypatch.setattr(workers, "YIELD_S_MAX", 30.0)
+    records = tails(8)
+    with driven(kv) as tier:
+        tier.keep(records)
+        faults: FaultyFiles = files_of(disk_of(tier))
+        with faults.stalled(Call.READ):
+            loads = [tier.submit_load(record) for record in records[:3]]
+            faults.wait_stalled(2)
+            writes = faults.calls[Call.WRITE]
+            job = tier.submit_store(tails(1, first=50)[0])
+            while not disk_of(tier)._workers._summed:
+                tier.poll_for(0.001)
+            assert faults.calls[Call.WRITE] == writes
+        assert [tier.loaded(load) for load in loads] == [LoadOutcome.LOADED] * 3
+        assert tier.stored(job) is StoreOutcome.STORED
