@@ -1,4 +1,4 @@
-"""Stores on their way to the drive: bytes ahead of rows, several at once, each with its own end."""
+"""Stores on their way to the drive: bytes ahead of rows, several at once, each with its end."""
 
 import errno
 import os
@@ -61,27 +61,40 @@ def test_neighbours_are_written_together(kv: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-@pytest.mark.parametrize("path_part", [".segment", ".rows"])
-def test_neighbours_fail_one_by_one(kv: Path, path_part: str, code: int) -> None:
+def test_bytes_of_neighbours_fail_one_by_one(kv: Path, code: int) -> None:
     """Where the one call fails each is tried by itself, and none of them is lost by it."""
     records = tails(6)
     with driven(kv) as tier:
-        tier.keep(tails(1, first=100))
         faults = files_of(disk_of(tier))
         jobs = submit_together(tier, records)
-        nth = 2 if path_part == ".segment" else 1  # the first one's bytes are not meant
-        faults.fail(Call.WRITE, code, nth=nth, count=1, path_part=path_part)
-        before = faults.calls[Call.WRITE]
+        faults.fail(Call.WRITE, code, nth=2, count=1, path_part=".segment")
         faults.release()
-        outcomes = [tier.stored(job) for job in jobs]
+        assert [tier.stored(job) for job in jobs] == [StoreOutcome.STORED] * len(jobs)
         assert faults.injected[f"write {errno.errorcode[code]}"] == 1
-        good = [one for one, end in zip(records, outcomes, strict=True) if end == "stored"]
-        assert len(good) >= 5, "but for a row that was written by itself"
-        assert path_part == ".rows" or len(good) == 6
-        assert faults.calls[Call.WRITE] - before >= 6
-        assert_holds(tier, good + tails(1, first=100), [one for one in records if one not in good])
+        assert_holds(tier, records, [])
     with driven(kv) as tier:
-        assert_holds(tier, good + tails(1, first=100), [one for one in records if one not in good])
+        assert_holds(tier, records, [])
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_rows_of_neighbours_fail_one_by_one(kv: Path, code: int) -> None:
+    """The same of the write that has their rows."""
+    first, *records = tails(7)
+    with driven(kv) as tier:
+        faults = files_of(disk_of(tier))
+        with faults.stalled(Call.FREE_BYTES):
+            jobs = [tier.submit_store(first)]
+            faults.wait_stalled(1)
+            jobs += [tier.submit_store(record) for record in records]
+            while len(disk_of(tier)._workers._written) < len(records):
+                tier.poll_for(0.01)
+            faults.fail(Call.WRITE, code, count=1)
+            before = faults.calls[Call.WRITE]
+        assert [tier.stored(job) for job in jobs] == [StoreOutcome.STORED] * len(jobs)
+        assert faults.calls[Call.WRITE] - before == 1 + len(records)
+        assert_holds(tier, [first, *records], [])
+    with driven(kv) as tier:
+        assert_holds(tier, [first, *records], [])
 
 
 def test_the_drive_has_the_next_bytes_while_a_store_is_finished(kv: Path) -> None:
@@ -173,6 +186,7 @@ def test_a_close_takes_back_what_is_not_begun_and_waits_no_longer_than_told(kv: 
         faults.release()
         assert tier.stored(jobs[0]) is StoreOutcome.STORED
         assert disk_of(tier)._workers.stop(30)
+        tier.poll()  # and gives the directory back
     with driven(kv) as tier:
         assert tier.load(records[0]) is LoadOutcome.LOADED
         assert tier.tier.statistics().records == 1

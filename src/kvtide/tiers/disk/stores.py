@@ -28,7 +28,7 @@ WRITING_MIN, WRITING_MAX = 4, 64
 """Stores that threads are given ahead: one for each of them, so that none is idle; few to take
 back."""
 WRITING_BYTES_MAX = 32 * MiB
-"""Of these beyond the first: four of the largest calls; on a slow drive, a fraction of a second."""
+"""Of these beyond the first: four of the largest calls, a fraction of a second on any drive."""
 WRITING_RATIO_MAX = 1 / 32
 """And so much of the cap: until it is measured, what is being written counts twice."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -1,10 +1,10 @@
 """The I/O threads of a disk tier, and the queues to and from them.
 
-    owner ── load ops ──► 2 × kvtide-disk-load ────────────────────────┐
-    owner ── write ops ───────────────────► 1 × kvtide-disk-write ─────┼─► results ── wake ──► owner
-               └ stores ─► 1 × kvtide-disk-sums        ▲ written       │
-                               └ summed ─► 1 × kvtide-disk-bytes       │
-    owner ── free ops ──► 1 × kvtide-disk-free ────────────────────────┘
+    owner ── load ops ──► 2 × kvtide-disk-load ───────────────────────┐
+    owner ── write ops ───────────────────► 1 × kvtide-disk-write ────┼─► results ── wake ──► owner
+               └ stores ─► 1 × kvtide-disk-sums        ▲ written      │
+                               └ summed ─► 1 × kvtide-disk-bytes      │
+    owner ── free ops ──► 1 × kvtide-disk-free ───────────────────────┘
 
 The writing thread has all that is done to a segment until it is sealed, in order. What takes time
 is done ahead of it: checksums of stores that wait, by one thread; their bytes, by another, which
@@ -288,7 +288,7 @@ class Workers:
         return self._is_ending and not (self._unsummed or self._is_summing)
 
     def _neighbours(self) -> list[Summed]:
-        """The next store, and those that lie behind it in the segment, as far as they are summed."""
+        """The next store, and what lies behind it in the segment, as far as that is summed."""
         found: list[Summed] = []
         total, end = 0, (0, 0)
         while self._summed:

@@ -85,7 +85,7 @@ class Writer:
         good = [one.op for one in stores if one.error is None]
         failed = {ended.op: ended for ended in self._keep(good)} if good else {}
         seen = Ended(stores[0].op)
-        self._measure(seen.op, seen)
+        self._measure(stores[0].op, seen)
         ends = []
         for one in stores:
             ended = failed.get(one.op) or Ended(one.op, one.error or seen.error)
@@ -187,7 +187,7 @@ class Writer:
     # ---- the segment that is appended to
 
     def _opened(self, number: int) -> _OpenSegment:
-        """The segment that is appended to: its bytes are there, its rows log is made if need be."""
+        """The segment that is appended to: its bytes are there, its log is made if need be."""
         self._directory.require()  # what is open may lie where nobody finds it any more
         if self._open is not None and self._open.number == number:
             return self._open
