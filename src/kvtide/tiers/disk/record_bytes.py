@@ -1,10 +1,10 @@
 """The bytes of records, written ahead of their rows: one call for those that lie side by side.
 
-A thread does nothing else, so the drive has the next bytes while the rows of the last are appended
-and files are measured. What it has written is no record until its row says so.
+Threads do nothing else, so the drive has the next bytes while the rows of the last are appended
+and files are measured. What they have written is no record until its row says so.
 
-Ownership: the thread of the bytes. Its descriptor is open only while more is to be written: what
-is unlinked must give its space back.
+Ownership: each thread of the bytes has its own. Its descriptor is open only while more is to be
+written: what is unlinked must give its space back.
 """
 
 import os

@@ -3,14 +3,14 @@
     owner ── load ops ──► 2 × kvtide-disk-load ───────────────────────┐
     owner ── write ops ───────────────────► 1 × kvtide-disk-write ────┼─► results ── wake ──► owner
                └ stores ─► 1 × kvtide-disk-sums        ▲ written      │
-                               └ summed ─► 1 × kvtide-disk-bytes      │
+                               └ summed ─► 2 × kvtide-disk-bytes      │
     owner ── free ops ──► 1 × kvtide-disk-free ───────────────────────┘
 
 The writing thread has all that is done to a segment until it is sealed, in order. What takes time
-is done ahead of it: checksums of stores that wait, by one thread; their bytes, by another, which
-has nothing else to do, so that the drive is never idle while rows are appended. What is done later
-to a segment is the freeing thread's: a hole takes milliseconds on some drives, and a store must
-not wait for it. Loads go before stores: no bytes are begun while a load waits for a thread.
+is done ahead of it: checksums of stores that wait, by one thread; their bytes, by two, which have
+nothing else to do, so that the drive is never idle while rows are appended. What is done later to
+a segment is the freeing thread's: a hole takes milliseconds on some drives, and a store must not
+wait for it. Loads go before stores: no bytes are begun while a load waits for a thread.
 
 Ownership: all queues are under `_lock`, with a condition for each kind of thread, so that an
 operation wakes one and not all; results are a deque, whose ends are safe by themselves. Threads
@@ -45,9 +45,12 @@ logger = logging.getLogger("kvtide.disk")
 
 LOAD_THREADS = 2
 """One reads while another proves what it has read; calls of a megabyte and more fill a drive."""
+BYTES_THREADS = 2
+"""While one comes back from a call and looks for the next, the other's call is there already: the
+kernel goes on with it at once, on whatever core, whoever has the interpreter."""
 TOGETHER_BYTES = 8 * MiB
-"""Stores that lie next to one another are written by one call up to this size: small chunks at the
-speed of large ones, and a load that comes meanwhile finds the drive soon."""
+"""Stores that lie next to one another are written by one call until it has so much: small chunks
+at the speed of large ones, and a load that comes meanwhile finds the drive soon."""
 START_S_MAX = 1.0
 """Threads that have nothing to do end in no time."""
 YIELD_S_MAX = 1.0
@@ -87,7 +90,8 @@ class Workers:
             ConfigError: the machine grants none; none runs then.
         """
         runs = [(f"kvtide-disk-load-{n}", self._run_loads) for n in range(LOAD_THREADS)]
-        runs += [("kvtide-disk-sums", self._run_sums), ("kvtide-disk-bytes", self._run_bytes)]
+        runs += [(f"kvtide-disk-bytes-{n}", self._run_bytes) for n in range(BYTES_THREADS)]
+        runs += [("kvtide-disk-sums", self._run_sums)]
         runs += [("kvtide-disk-write", self._run_writes), ("kvtide-disk-free", self._run_frees)]
         for name, run in runs:
             thread = threading.Thread(target=run, name=name, daemon=True)
@@ -144,7 +148,7 @@ class Workers:
         with self._lock:
             taken = list(self._loads)
             self._loads.clear()
-            self._for_bytes.notify()
+            self._for_bytes.notify_all()
             return taken
 
     def take_stores(self) -> list[StoreOp]:
@@ -208,7 +212,7 @@ class Workers:
                 return False
             op = self._loads.popleft()
             self._running.add(op)
-            self._for_bytes.notify()
+            self._for_bytes.notify_all()
         try:
             ended = reader.run(op)
         except Exception as error:
@@ -257,32 +261,33 @@ class Workers:
             else:
                 self._written[op] = done
                 self._for_writes.notify()
-            self._for_bytes.notify()
+            self._for_bytes.notify_all()
         return True
 
     def _run_bytes(self) -> None:
         record_bytes = RecordBytes(self._directory)
-        try:
-            while self._write_bytes(record_bytes):
-                pass
-        finally:
-            record_bytes.rest()
+        while self._write_bytes(record_bytes):
+            pass
 
     def _write_bytes(self, record_bytes: RecordBytes) -> bool:
-        if not self._summed:
+        stores = self._next_summed(is_waiting=False)
+        if not stores:
             record_bytes.rest()
+            stores = self._next_summed(is_waiting=True)
+        if not stores:
+            return not self._is_all_summed()
+        written = _written(record_bytes, stores)
         with self._lock:
-            self._for_bytes.wait_for(lambda: self._summed or self._is_all_summed())
-            if not self._summed:
-                return False
-            self._for_bytes.wait_for(lambda: not (self._loads and self._summed), YIELD_S_MAX)
-            stores = self._neighbours()
-        if stores:
-            written = _written(record_bytes, stores)
-            with self._lock:
-                self._written.update((one.op, one) for one in written)
-                self._for_writes.notify()
+            self._written.update((one.op, one) for one in written)
+            self._for_writes.notify()
         return True
+
+    def _next_summed(self, *, is_waiting: bool) -> list[Summed]:
+        with self._lock:
+            if is_waiting:
+                self._for_bytes.wait_for(lambda: self._summed or self._is_all_summed())
+            self._for_bytes.wait_for(lambda: not (self._loads and self._summed), YIELD_S_MAX)
+            return self._neighbours()
 
     def _is_all_summed(self) -> bool:
         return self._is_ending and not (self._unsummed or self._is_summing)
@@ -291,13 +296,12 @@ class Workers:
         """The next store, and what lies behind it in the segment, as far as that is summed."""
         found: list[Summed] = []
         total, end = 0, (0, 0)
-        while self._summed:
+        while self._summed and total < TOGETHER_BYTES:
             place = self._summed[0].op.place
-            total += place.length_bytes
-            is_next = (place.segment, place.offset_bytes) == end and total <= TOGETHER_BYTES
-            if found and not is_next:
+            if found and (place.segment, place.offset_bytes) != end:
                 break
             found.append(self._summed.popleft())
+            total += place.length_bytes
             end = place.segment, place.offset_bytes + place.length_bytes
         return found
 
