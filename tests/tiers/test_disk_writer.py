@@ -13,7 +13,7 @@ from kvtide.testing.tier_records import chain_of, layout_of, text
 from kvtide.tiers.base import LoadOutcome, StoreJob, StoreOutcome
 from kvtide.tiers.disk import sealing, workers
 from kvtide.tiers.disk.workers import BYTES_THREADS
-from kvtide.units import KiB
+from kvtide.units import KiB, MiB
 from tests.tiers.disk_place import (
     ROOT,
     assert_holds,
@@ -228,3 +228,14 @@ def test_loads_go_before_bytes_that_are_not_begun(
             assert faults.calls[Call.WRITE] == writes
         assert [tier.loaded(load) for load in loads] == [LoadOutcome.LOADED] * 3
         assert tier.stored(job) is StoreOutcome.STORED
+
+
+def test_what_is_evicted_goes_in_portions(kv: Path) -> None:
+    """Neighbours together: one row and one hole for several records, not a call for each."""
+    with driven(kv, 2 * MiB) as tier:
+        jobs = [tier.submit_store(record) for record in tails(500)]
+        assert {tier.stored(job) for job in jobs} == {StoreOutcome.STORED}
+        settle(tier)
+        evicted = tier.tier.statistics().evicted
+        assert evicted > 200
+        assert files_of(disk_of(tier)).calls[Call.PUNCH] <= evicted / 3
