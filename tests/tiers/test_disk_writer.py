@@ -239,3 +239,28 @@ def test_what_is_evicted_goes_in_portions(kv: Path) -> None:
         evicted = tier.tier.statistics().evicted
         assert evicted > 200
         assert files_of(disk_of(tier)).calls[Call.PUNCH] <= evicted / 3
+
+
+def test_bytes_without_a_row_are_not_counted_twice_against_the_floor(kv: Path) -> None:
+    """They are set aside for, and the drive has them already: a store waits until that is told
+    apart, and is not dropped."""
+    chunks = [chain_of(ROOT, layout_of(256 * KiB), text(n, 4))[0] for n in range(4)]
+    floor = 4 * MiB
+    with driven(kv, floor_bytes=floor, queue_bytes_max=64 * MiB) as tier:
+        faults = files_of(disk_of(tier))
+        faults.fill_after(floor + 4 * MiB + 512 * KiB)
+        with faults.stalled(Call.FREE_BYTES):
+            jobs = [tier.submit_store(chunks[0])]
+            faults.wait_stalled(1)
+            jobs.append(tier.submit_store(chunks[1]))
+            while not disk_of(tier)._workers._written:
+                tier.poll_for(0.01)
+            faults.stall(Call.WRITE)  # the row of the second, and the bytes of the third
+            jobs.append(tier.submit_store(chunks[2]))
+            while not tier.has_ended(jobs[0]):
+                tier.poll_for(0.01)
+            jobs.append(tier.submit_store(chunks[3]))
+            tier.poll()
+            assert not tier.has_ended(jobs[3])
+        assert [tier.stored(job) for job in jobs] == [StoreOutcome.STORED] * 4
+        assert faults.free_bytes(str(kv))[0] >= floor

@@ -1,6 +1,6 @@
 """Stores on their way: taken or refused, written when there is room, found when complete.
 
-    store ─► waiting ─► room is set aside ─► the writing thread has it ─► in the catalog
+    store ─► waiting ─► room is set aside ─► threads have it ─► in the catalog
                │                                     │
                └ too old, no room ──── dropped ──────┘ failed: with all that is behind it
 
@@ -65,7 +65,7 @@ class Stores:
 
     @property
     def is_writing(self) -> bool:
-        """Whether the writing thread has some."""
+        """Whether threads have some."""
         return bool(self._pending.written)
 
     # ---- coming
@@ -262,7 +262,7 @@ class Stores:
         return count < WRITING_MAX and ahead < limit
 
     def take_back(self, outcome: StoreOutcome) -> None:
-        """Stores that the writing thread has not begun end so."""
+        """Stores that no thread has begun end so."""
         for op in self._workers.take_stores():
             pending = self._pending.written.pop(op)
             self._space.reserved_bytes -= op.reserve_bytes
