@@ -1,11 +1,11 @@
 """The disk tier against a plain loop: bandwidth both ways, what checksums and syncs cost.
 
-The plain loop writes and reads the same sizes with O_DIRECT, by as many threads as the tier uses
-(one writes, two read), to a file beside the tier's. At a cap as much is given back as is written:
-there the plain loop has a second thread that punches holes of the same size into its oldest file.
-Arms take turns in every round; the plain loop also runs a second time under another name, and how
-far those two lie apart is the noise floor. Nothing of it goes through the page cache, so there is
-none to drop. Python is set up as in the node: no collector, threads that take turns quickly.
+The plain loop writes and reads the same sizes with O_DIRECT, by as many threads as the tier uses,
+to a file beside the tier's. At a cap as much is given back as is written: there the plain loop has
+one more thread, which punches holes of the same size into its oldest file. Arms take turns in every
+round; the plain loop also runs a second time under another name, and how far those two lie apart is
+the noise floor. Nothing of it goes through the page cache, so there is none to drop. Python is set
+up as in the node: no collector, threads that take turns quickly.
 
     python -m benchmarks.paths_disk [--quick] [--directory DIRECTORY]
 
@@ -39,6 +39,7 @@ from kvtide.node.main import SWITCH_INTERVAL_S
 from kvtide.tiers.base import Loaded, LoadJob, LoadOutcome, Stored, StoreJob, StoreOutcome
 from kvtide.tiers.disk.files import SystemFiles
 from kvtide.tiers.disk.tier import DiskTier
+from kvtide.tiers.disk.workers import BYTES_THREADS, LOAD_THREADS
 from kvtide.units import GiB, KiB, MiB
 
 BLOCKS = 2
@@ -47,8 +48,6 @@ RATIO_MIN = 0.9
 RATIO_GATE = 0.7
 CHECKSUM_RATIO_MAX = 0.10
 HEADER_BYTES = 4 * KiB
-READERS = 2
-"""Threads that load in the tier, and so in the plain loop."""
 ROOMY = 16 * GiB
 """A cap that is not reached: the comparison with a loop that only appends."""
 FULL = GiB
@@ -98,23 +97,27 @@ class Plain:
 
     def store(self) -> None:
         """Append a round's pieces, as the tier appends records."""
-        for number in range(self._count):
-            offset = self._end + number * self._piece_bytes
-            os.pwritev(self._fd, [self._header, self._of(number)], offset)
+        start = self._end
         self._end += self._count * self._piece_bytes
 
+        def write(share: int) -> None:
+            for number in range(share, self._count, BYTES_THREADS):
+                offset = start + number * self._piece_bytes
+                os.pwritev(self._fd, [self._header, self._of(number)], offset)
+
+        _by_threads(BYTES_THREADS, write)
+
     def load(self) -> None:
-        """Read the last round's pieces by two threads."""
+        """Read the last round's pieces."""
         first = self._end - self._count * self._piece_bytes
-        headers = [mmap.mmap(-1, HEADER_BYTES) for _ in range(READERS)]
+        headers = [mmap.mmap(-1, HEADER_BYTES) for _ in range(LOAD_THREADS)]
 
         def read(share: int) -> None:
-            for number in range(share, self._count, READERS):
+            for number in range(share, self._count, LOAD_THREADS):
                 offset = first + number * self._piece_bytes
                 os.preadv(self._fd, [headers[share], self._of(number)], offset)
 
-        with ThreadPoolExecutor(READERS) as pool:
-            list(pool.map(read, range(READERS)))
+        _by_threads(LOAD_THREADS, read)
 
     def punch(self) -> None:
         """Give the space of all pieces back, one by one."""
@@ -127,6 +130,11 @@ class Plain:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _by_threads(count: int, work: Callable[[int], None]) -> None:
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
 
 
 class PlainAtCap:
@@ -323,7 +331,7 @@ def checksums(below: Path | None, rounds: int) -> bool:
             timed(proofs, lambda: _prove(memory))
         tier.close()
     ratio = statistics.median(proofs.wall_s) / statistics.median(loads.wall_s)
-    ratio /= READERS  # two threads prove while they load
+    ratio /= LOAD_THREADS  # two threads prove while they load
     print(f"\nchecksums: {proofs.rate(ROUND_BYTES):.1f} GB/s, {ratio:.1%} of a load")
     return ratio <= CHECKSUM_RATIO_MAX
 
