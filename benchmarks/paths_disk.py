@@ -2,10 +2,10 @@
 
 The plain loop writes and reads the same sizes with O_DIRECT, by as many threads as the tier uses,
 to a file beside the tier's. At a cap as much is given back as is written: there the plain loop has
-one more thread, which punches holes of the same size into its oldest file. Arms take turns in every
-round; the plain loop also runs a second time under another name, and how far those two lie apart is
-the noise floor. Nothing of it goes through the page cache, so there is none to drop. Python is set
-up as in the node: no collector, threads that take turns quickly.
+one more thread, which punches holes of the same size into its oldest file. Arms take turns in each
+round; the plain loop also runs a second time under another name, and how far those two lie apart
+is the noise floor. Nothing of it goes through the page cache, so there is none to drop. Python is
+set up as in the node: no collector, threads that take turns quickly.
 
     python -m benchmarks.paths_disk [--quick] [--directory DIRECTORY]
 
