@@ -14,6 +14,7 @@ from kvtide.core.records import Record
 from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.tier_records import Cells, chain_of, root_of, text
 from kvtide.tiers.base import StoreJob, StoreOutcome
+from kvtide.tiers.disk.stores import WRITING_MAX
 from kvtide.tiers.disk.tier import DiskTier
 from kvtide.units import KiB
 from tests.tiers.disk_place import (
@@ -35,7 +36,7 @@ def test_a_store_of_another_salt_that_waits_ends_with_a_clear(tmp_path: Path) ->
     with driven(tmp_path / "kv") as tier:
         files = files_of(disk_of(tier))
         with files.stalled(Call.WRITE):
-            jobs = [tier.submit_store(record) for record in tails(8)]
+            jobs = [tier.submit_store(record) for record in tails(WRITING_MAX)]
             waiting = tier.submit_store(other)
             tier.tier.clear(None)
             assert tier.stored(waiting) is StoreOutcome.NOT_ANCHORED

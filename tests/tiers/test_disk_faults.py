@@ -328,28 +328,3 @@ def test_free_space_has_a_floor(kv: Path) -> None:
         files.heal()
         measure(tier)
         assert set(tier.store(chunks[2:])) <= {StoreOutcome.STORED, StoreOutcome.HELD}
-
-
-@pytest.mark.parametrize("code", [0, errno.EIO, errno.ENOSPC])
-def test_neighbours_are_written_together_and_fail_one_by_one(kv: Path, code: int) -> None:
-    """While a store is being written others come: one call for their bytes, one for their rows.
-    Where that call fails each is tried by itself, and none of them is lost by it."""
-    records = tails(6)
-    with driven(kv) as tier:
-        tier.keep(tails(1, first=100))
-        faults = faults_of(tier)
-        with faults.stalled(Call.WRITE):
-            jobs = [tier.submit_store(records[0])]
-            faults.wait_stalled(1)
-            jobs += [tier.submit_store(record) for record in records[1:]]
-            while len(disk_of(tier)._workers._parts) < len(jobs) - 1:
-                tier.poll_for(0.01)
-            before = faults.calls[Call.WRITE]
-            if code:
-                faults.fail(Call.WRITE, code, nth=3, count=1)
-        assert [tier.stored(job) for job in jobs] == [StoreOutcome.STORED] * len(jobs)
-        calls = faults.calls[Call.WRITE] - before
-        assert calls == (3 if not code else 2 + 2 * (len(jobs) - 1))
-        assert_holds(tier, records + tails(1, first=100), [])
-    with driven(kv) as tier:
-        assert_holds(tier, records + tails(1, first=100), [])

@@ -1,4 +1,4 @@
-"""What the owner asks of the I/O threads, and what they say when it has ended."""
+"""What the owner asks of the I/O threads, what they hand on, and what they say at the end."""
 
 import threading
 from dataclasses import dataclass, field
@@ -84,9 +84,8 @@ class ClearOp:
     is_done: threading.Event = field(default_factory=threading.Event)
 
 
-WriteOp: TypeAlias = (
-    StoreOp | FreeOp | UnlinkOp | SealOp | ProbeOp | ReadProbeOp | MeasureOp | ClearOp
-)
+OtherOp: TypeAlias = FreeOp | UnlinkOp | SealOp | ProbeOp | ReadProbeOp | MeasureOp | ClearOp
+WriteOp: TypeAlias = StoreOp | OtherOp
 Op: TypeAlias = LoadOp | WriteOp
 
 
@@ -110,6 +109,7 @@ class Ended:
         free_bytes: of the file system, afterwards; None where it was not asked.
         is_lost: the file that should hold the record is not there, though the directory is.
         is_spoiled: the segment's rows log cannot be appended to any more.
+        is_left: bytes of a store that failed could not be taken away.
     """
 
     op: Op
@@ -118,3 +118,20 @@ class Ended:
     free_bytes: int | None = None
     is_lost: bool = False
     is_spoiled: bool = False
+    is_left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """A store whose checksums are taken: its bytes, headers and cells in order."""
+
+    op: StoreOp
+    parts: list[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A store whose bytes are where they belong; or are not, and why."""
+
+    op: StoreOp
+    error: Exception | None = None

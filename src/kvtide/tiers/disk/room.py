@@ -11,9 +11,12 @@ from kvtide.tiers.disk.catalog import Catalog, Place
 from kvtide.tiers.disk.ops import Ended, FreeOp, SealOp, UnlinkOp
 from kvtide.tiers.disk.space import Segment, Space
 from kvtide.tiers.disk.workers import Workers
+from kvtide.units import MiB
 
 WATERMARK_RATIO = 0.95
 """Eviction starts here, so that a store seldom waits for one."""
+PORTION_RATIO, PORTION_BYTES_MAX = 1 / 64, 64 * MiB
+"""It goes on for so much of the cap: neighbours that go together are one row and one hole."""
 EVICTIONS_MAX = 256
 """Of one call: the owner has other things to do; the rest comes with the next."""
 REWRITE_ROWS_MIN, REWRITE_RATIO = 32, 0.125
@@ -97,14 +100,19 @@ class Room:
         return not self._catalog.is_swept
 
     def evict(self, need_bytes: int, limit_bytes: int) -> bool:
-        """Take leaves away until this fits below a limit once all is free; whether it will."""
+        """Take leaves away until this fits below a limit once all is free, a portion at a time;
+        whether it will."""
         self.has_more = False
+        space = self._space
+        if space.excess_bytes(need_bytes, limit_bytes) <= 0:
+            return True
+        goal_bytes = limit_bytes - min(int(PORTION_RATIO * space.bytes_max), PORTION_BYTES_MAX)
         for _ in range(EVICTIONS_MAX):
-            if self._space.excess_bytes(need_bytes, limit_bytes) <= 0:
+            if space.excess_bytes(need_bytes, goal_bytes) <= 0:
                 return True
             row = self._catalog.coldest()
             if row is None:
-                return False
+                return space.excess_bytes(need_bytes, limit_bytes) <= 0
             self.take_away(row)
             self.evicted += 1
         self.has_more = True

@@ -1,6 +1,6 @@
 """Stores on their way: taken or refused, written when there is room, found when complete.
 
-    store ─► waiting ─► room is set aside ─► the writing thread has it ─► in the catalog
+    store ─► waiting ─► room is set aside ─► threads have it ─► in the catalog
                │                                     │
                └ too old, no room ──── dropped ──────┘ failed: with all that is behind it
 
@@ -20,11 +20,17 @@ from kvtide.tiers.disk.room import Room
 from kvtide.tiers.disk.rows import Kept, Kind
 from kvtide.tiers.disk.space import Space, store_reserve_bytes
 from kvtide.tiers.disk.workers import Workers
+from kvtide.units import MiB
 
 PUT_MS_MAX = T_PUT_MS
 """A store that has waited for so long is dropped."""
-WRITING_MAX = 6
-"""Stores that the writing thread is given ahead: enough to keep it busy, few to take back."""
+WRITING_MIN, WRITING_MAX = 4, 64
+"""Stores that threads are given ahead: one for each of them, so that none is idle; few to take
+back."""
+WRITING_BYTES_MAX = 32 * MiB
+"""Of these beyond the first: four of the largest calls, a fraction of a second on any drive."""
+WRITING_RATIO_MAX = 1 / 32
+"""And so much of the cap: until it is measured, what is being written counts twice."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -59,7 +65,7 @@ class Stores:
 
     @property
     def is_writing(self) -> bool:
-        """Whether the writing thread has some."""
+        """Whether threads have some."""
         return bool(self._pending.written)
 
     # ---- coming
@@ -154,8 +160,12 @@ class Stores:
         pending = self._pending.written.pop(op)
         self._space.reserved_bytes -= op.reserve_bytes
         if ended.error is not None:
-            self._room.never_written(op.place)
-            if ended.is_spoiled:
+            if ended.is_left:
+                self._room.give_back(op.place)
+            else:
+                self._room.never_written(op.place)
+            active = self._space.active
+            if ended.is_spoiled and active is not None and active.number == op.place.segment:
                 self._room.roll()
             self._end_failed(pending, ended.error)
             return
@@ -201,6 +211,9 @@ class Stores:
         active = space.active
         if active and active.end_bytes and active.end_bytes + length > space.segment_bytes:
             self._room.roll()
+        is_counted_twice = bool(self._pending.written)  # what is being written, until measured
+        if not space.is_above_floor(reserve) and is_counted_twice:
+            return False
         if not space.is_above_floor(reserve) or not space.could_hold(reserve):
             self._drop([pending], StoreOutcome.NO_ROOM)
             return True
@@ -234,14 +247,22 @@ class Stores:
         self._pending.drop_ended()
 
     def write_on(self) -> None:
-        """Give the writing thread what there is room for."""
-        while len(self._pending.written) < WRITING_MAX:
+        """Give the threads what there is room for, as far ahead as is good."""
+        while self._wants_more():
             pending = self._pending.head()
             if pending is None or not self._begin(pending):
                 break
 
+    def _wants_more(self) -> bool:
+        count = len(self._pending.written)
+        if count < WRITING_MIN:
+            return True
+        limit = min(WRITING_BYTES_MAX, int(WRITING_RATIO_MAX * self._space.bytes_max))
+        ahead = sum(op.place.length_bytes for op in self._pending.written)
+        return count < WRITING_MAX and ahead < limit
+
     def take_back(self, outcome: StoreOutcome) -> None:
-        """Stores that the writing thread has not begun end so."""
+        """Stores that no thread has begun end so."""
         for op in self._workers.take_stores():
             pending = self._pending.written.pop(op)
             self._space.reserved_bytes -= op.reserve_bytes

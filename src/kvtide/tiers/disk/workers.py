@@ -1,14 +1,16 @@
 """The I/O threads of a disk tier, and the queues to and from them.
 
-    owner ── load ops ──► 2 × kvtide-disk-load ───┐
-    owner ── write ops ─► 1 × kvtide-disk-write ──┼─► results ── wake ──► owner
-                  ▲ 1 × kvtide-disk-sums          │
-    owner ── free ops ──► 1 × kvtide-disk-free ───┘
+    owner ── load ops ──► 2 × kvtide-disk-load ───────────────────────┐
+    owner ── write ops ───────────────────► 1 × kvtide-disk-write ────┼─► results ── wake ──► owner
+               └ stores ─► 1 × kvtide-disk-sums        ▲ written      │
+                               └ summed ─► 2 × kvtide-disk-bytes      │
+    owner ── free ops ──► 1 × kvtide-disk-free ───────────────────────┘
 
-Loads go before stores: the writing thread begins no store while a load waits for a thread. It has
-all that is done to a segment until it is sealed; what is done to it later is the freeing thread's:
-a hole takes milliseconds on some drives, and a store must not wait for it. The thread of the sums
-takes checksums of stores that wait, while another is written.
+The writing thread has all that is done to a segment until it is sealed, in order. What takes time
+is done ahead of it: checksums of stores that wait, by one thread; their bytes, by two, which have
+nothing else to do, so that the drive is never idle while rows are appended. What is done later to
+a segment is the freeing thread's: a hole takes milliseconds on some drives, and a store must not
+wait for it. Loads go before stores: no bytes are begun while a load waits for a thread.
 
 Ownership: all queues are under `_lock`, with a condition for each kind of thread, so that an
 operation wakes one and not all; results are a deque, whose ends are safe by themselves. Threads
@@ -23,20 +25,32 @@ from collections.abc import Callable
 
 from kvtide.errors import ConfigError
 from kvtide.tiers.disk.directory import Directory
-from kvtide.tiers.disk.ops import ClearOp, Ended, LoadOp, StoreOp, WriteOp, bare
+from kvtide.tiers.disk.ops import (
+    ClearOp,
+    Ended,
+    LoadOp,
+    OtherOp,
+    StoreOp,
+    Summed,
+    WriteOp,
+    Written,
+    bare,
+)
 from kvtide.tiers.disk.reader import Reader
-from kvtide.tiers.disk.writer import Writer, parts_of
+from kvtide.tiers.disk.record_bytes import RecordBytes, summed
+from kvtide.tiers.disk.writer import Writer
 from kvtide.units import MiB
 
 logger = logging.getLogger("kvtide.disk")
 
 LOAD_THREADS = 2
 """One reads while another proves what it has read; calls of a megabyte and more fill a drive."""
-SUMS_AHEAD = 8
-"""So many stores have their checksums taken while others are written: the drive never waits."""
+BYTES_THREADS = 2
+"""While one comes back from a call and looks for the next, the other's call is there already: the
+kernel goes on with it at once, on whatever core, whoever has the interpreter."""
 TOGETHER_BYTES = 8 * MiB
-"""Stores that lie next to one another are written by one call up to this size: small chunks at the
-speed of large ones."""
+"""Stores that lie next to one another are written by one call until it has so much: small chunks
+at the speed of large ones, and a load that comes meanwhile finds the drive soon."""
 START_S_MAX = 1.0
 """Threads that have nothing to do end in no time."""
 YIELD_S_MAX = 1.0
@@ -52,17 +66,20 @@ class Workers:
         self._directory = directory
         self._lock = threading.Lock()
         self._for_loads = threading.Condition(self._lock)
-        self._for_writes = threading.Condition(self._lock)
         self._for_sums = threading.Condition(self._lock)
+        self._for_bytes = threading.Condition(self._lock)
+        self._for_writes = threading.Condition(self._lock)
         self._for_frees = threading.Condition(self._lock)
         self._for_results = threading.Condition(self._lock)
         self._loads: deque[LoadOp] = deque()
         self._running: set[LoadOp] = set()
         self._writes: deque[WriteOp] = deque()
-        self._frees: deque[WriteOp] = deque()
-        self._parts: dict[WriteOp, list[memoryview]] = {}
-        self._summing: WriteOp | None = None
-        self._begun: WriteOp | None = None
+        self._frees: deque[OtherOp] = deque()
+        # Stores of `_writes` by how far they have come; those in work are in none of these.
+        self._unsummed: deque[StoreOp] = deque()
+        self._is_summing = False
+        self._summed: deque[Summed] = deque()
+        self._written: dict[StoreOp, Written] = {}
         self._is_ending = False
         self._threads: list[threading.Thread] = []
 
@@ -73,8 +90,9 @@ class Workers:
             ConfigError: the machine grants none; none runs then.
         """
         runs = [(f"kvtide-disk-load-{n}", self._run_loads) for n in range(LOAD_THREADS)]
-        runs += [("kvtide-disk-write", self._run_writes), ("kvtide-disk-sums", self._run_sums)]
-        runs += [("kvtide-disk-free", self._run_frees)]
+        runs += [(f"kvtide-disk-bytes-{n}", self._run_bytes) for n in range(BYTES_THREADS)]
+        runs += [("kvtide-disk-sums", self._run_sums)]
+        runs += [("kvtide-disk-write", self._run_writes), ("kvtide-disk-free", self._run_frees)]
         for name, run in runs:
             thread = threading.Thread(target=run, name=name, daemon=True)
             try:
@@ -99,20 +117,22 @@ class Workers:
         """Queue a change; changes happen in the order of these calls."""
         with self._lock:
             self._writes.append(op)
-            self._for_writes.notify()
             if isinstance(op, StoreOp):
+                self._unsummed.append(op)
                 self._for_sums.notify()
+            else:
+                self._for_writes.notify()
 
     def clear(self, op: ClearOp, wait_s: float) -> None:
         """Have it done ahead of all else that is queued, and wait for so long at most."""
         with self._lock:
             ahead = sum(isinstance(one, ClearOp) for one in self._writes)
             self._writes.insert(ahead, op)
-            self._for_writes.notify_all()
+            self._for_writes.notify()
         if wait_s:
             op.is_done.wait(wait_s)
 
-    def free(self, op: WriteOp) -> None:
+    def free(self, op: OtherOp) -> None:
         """Queue a change of a sealed segment; these happen in the order of these calls."""
         with self._lock:
             self._frees.append(op)
@@ -128,18 +148,18 @@ class Workers:
         with self._lock:
             taken = list(self._loads)
             self._loads.clear()
-            self._for_writes.notify()
+            self._for_bytes.notify_all()
             return taken
 
     def take_stores(self) -> list[StoreOp]:
         """The same of stores."""
         with self._lock:
-            taken = [
-                op for op in self._writes if isinstance(op, StoreOp) and op is not self._summing
-            ]
-            for op in taken:
-                self._writes.remove(op)
-                self._parts.pop(op, None)
+            taken = [*(one.op for one in self._summed), *self._unsummed]
+            self._summed.clear()
+            self._unsummed.clear()
+            gone = set(taken)
+            self._writes = deque(op for op in self._writes if op not in gone)
+            self._for_writes.notify()
             return taken
 
     def wait_result(self, timeout_s: float) -> bool:
@@ -151,7 +171,13 @@ class Workers:
         """Carry out what is queued, end the threads; whether all ended within this time."""
         with self._lock:
             self._is_ending = True
-            for condition in (self._for_loads, self._for_writes, self._for_sums, self._for_frees):
+            for condition in (
+                self._for_loads,
+                self._for_sums,
+                self._for_bytes,
+                self._for_writes,
+                self._for_frees,
+            ):
                 condition.notify_all()
         until = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -165,9 +191,9 @@ class Workers:
 
     # ---- the threads
 
-    def _say(self, ended: Ended) -> None:
+    def _say(self, ends: list[Ended]) -> None:
         with self._lock:
-            self.results.append(ended)
+            self.results.extend(ends)
             self._for_results.notify()
         self._wake()
 
@@ -186,7 +212,7 @@ class Workers:
                 return False
             op = self._loads.popleft()
             self._running.add(op)
-            self._for_writes.notify()
+            self._for_bytes.notify_all()
         try:
             ended = reader.run(op)
         except Exception as error:
@@ -194,7 +220,7 @@ class Workers:
             ended = Ended(op, bare(error))
         with self._lock:
             self._running.discard(op)
-        self._say(ended)
+        self._say([ended])
         return True
 
     def _run_frees(self) -> None:
@@ -208,77 +234,8 @@ class Workers:
             if not self._frees:
                 return False
             op = self._frees.popleft()
-        self._say(_ended(writer, op, []))
+        self._say([_ended(writer, op)])
         return True
-
-    def _run_writes(self) -> None:
-        writer = Writer(self._directory)
-        try:
-            while self._write_one(writer):
-                self._begun = None
-        finally:
-            writer.close()
-
-    def _write_one(self, writer: Writer) -> bool:
-        op = self._next_write()
-        if op is None:
-            return False
-        if not isinstance(op, StoreOp):
-            ended = _ended(writer, op, [])
-            if isinstance(op, ClearOp):
-                op.is_done.set()
-            self._say(ended)
-            return True
-        try:
-            parts = self._parts_of(op)
-        except Exception as error:
-            logger.exception("checksums ended by a bug")
-            self._say(Ended(op, bare(error)))
-            return True
-        for ended in _ended_together(writer, [(op, parts), *self._neighbours(op)]):
-            self._say(ended)
-        return True
-
-    def _next_write(self) -> WriteOp | None:
-        with self._lock:
-            self._for_writes.wait_for(lambda: self._writes or self._is_ending)
-            if self._is_store_next():
-                self._for_writes.wait_for(
-                    lambda: not (self._loads and self._is_store_next()), YIELD_S_MAX
-                )
-            self._begun = self._writes.popleft() if self._writes else None
-            return self._begun
-
-    def _is_store_next(self) -> bool:
-        return bool(self._writes) and isinstance(self._writes[0], StoreOp)
-
-    def _neighbours(self, op: StoreOp) -> list[tuple[StoreOp, list[memoryview]]]:
-        """Stores that follow it in the queue and in the segment, if their checksums are there."""
-        found: list[tuple[StoreOp, list[memoryview]]] = []
-        place, total = op.place, op.place.length_bytes
-        with self._lock:
-            while self._writes:
-                after = self._writes[0]
-                if not isinstance(after, StoreOp) or after not in self._parts:
-                    break
-                total += after.place.length_bytes
-                is_next = after.place.segment == place.segment
-                is_next &= after.place.offset_bytes == place.offset_bytes + place.length_bytes
-                if not is_next or total > TOGETHER_BYTES:
-                    break
-                self._writes.popleft()
-                found.append((after, self._parts.pop(after)))
-                place = after.place
-            self._for_sums.notify()
-        return found
-
-    def _parts_of(self, op: StoreOp) -> list[memoryview]:
-        """With its checksums, which another thread may be taking."""
-        with self._lock:
-            self._for_writes.wait_for(lambda: self._summing is not op)
-            parts = self._parts.pop(op, None)
-            self._for_sums.notify()
-        return parts_of(op) if parts is None else parts
 
     def _run_sums(self) -> None:
         while self._sum_one():
@@ -286,44 +243,133 @@ class Workers:
 
     def _sum_one(self) -> bool:
         with self._lock:
-            self._for_sums.wait_for(lambda: self._unsummed() or self._is_ending)
-            op = self._summing = self._unsummed()
-        if op is None:
-            return False  # the writing thread takes what is left by itself
-        parts = None
+            self._for_sums.wait_for(lambda: self._unsummed or self._is_ending)
+            if not self._unsummed:
+                return False
+            op = self._unsummed.popleft()
+            self._is_summing = True
+        done: Summed | Written
         try:
-            parts = parts_of(op)
-        except Exception:
-            logger.exception("checksums ended by a bug")  # the writing thread meets it too
+            done = summed(op)
+        except Exception as error:
+            logger.exception("checksums ended by a bug")
+            done = Written(op, bare(error))
         with self._lock:
-            self._summing = None
-            if parts is not None and (op is self._begun or op in self._writes):
-                self._parts[op] = parts
+            self._is_summing = False
+            if isinstance(done, Summed):
+                self._summed.append(done)
+            else:
+                self._written[op] = done
+                self._for_writes.notify()
+            self._for_bytes.notify_all()
+        return True
+
+    def _run_bytes(self) -> None:
+        record_bytes = RecordBytes(self._directory)
+        while self._write_bytes(record_bytes):
+            pass
+
+    def _write_bytes(self, record_bytes: RecordBytes) -> bool:
+        stores = self._next_summed(is_waiting=False)
+        if not stores:
+            record_bytes.rest()
+            stores = self._next_summed(is_waiting=True)
+        if not stores:
+            return not self._is_all_summed()
+        written = _written(record_bytes, stores)
+        with self._lock:
+            self._written.update((one.op, one) for one in written)
             self._for_writes.notify()
         return True
 
-    def _unsummed(self) -> StoreOp | None:
-        """The next store whose checksums nobody has; none while enough are ahead."""
-        if len(self._parts) < SUMS_AHEAD:
-            for op in self._writes:
-                if isinstance(op, StoreOp) and op not in self._parts:
-                    return op
-        return None
+    def _next_summed(self, *, is_waiting: bool) -> list[Summed]:
+        with self._lock:
+            if is_waiting:
+                self._for_bytes.wait_for(lambda: self._summed or self._is_all_summed())
+            self._for_bytes.wait_for(lambda: not (self._loads and self._summed), YIELD_S_MAX)
+            return self._neighbours()
+
+    def _is_all_summed(self) -> bool:
+        return self._is_ending and not (self._unsummed or self._is_summing)
+
+    def _neighbours(self) -> list[Summed]:
+        """The next store, and what lies behind it in the segment, as far as that is summed."""
+        found: list[Summed] = []
+        total, end = 0, (0, 0)
+        while self._summed and total < TOGETHER_BYTES:
+            place = self._summed[0].op.place
+            if found and (place.segment, place.offset_bytes) != end:
+                break
+            found.append(self._summed.popleft())
+            total += place.length_bytes
+            end = place.segment, place.offset_bytes + place.length_bytes
+        return found
+
+    def _run_writes(self) -> None:
+        writer = Writer(self._directory)
+        try:
+            while self._write_one(writer):
+                pass
+        finally:
+            writer.close()
+
+    def _write_one(self, writer: Writer) -> bool:
+        with self._lock:
+            self._for_writes.wait_for(self._is_write_ready)
+            if not self._writes:
+                return False
+            stores = self._stores_ready()
+            op = None if stores else self._writes.popleft()
+        if op is None:
+            self._say(_kept(writer, stores))
+            return True
+        assert not isinstance(op, StoreOp), op.job.number
+        ended = _ended(writer, op)
+        if isinstance(op, ClearOp):
+            op.is_done.set()
+        self._say([ended])
+        return True
+
+    def _is_write_ready(self) -> bool:
+        """Whether there is something to do: a store is ready once its bytes are written."""
+        if not self._writes:
+            return self._is_ending
+        op = self._writes[0]
+        return op in self._written if isinstance(op, StoreOp) else True
+
+    def _stores_ready(self) -> list[Written]:
+        """Those at the head of the queue whose bytes are written, of one segment."""
+        found: list[Written] = []
+        while self._writes:
+            op = self._writes[0]
+            if not isinstance(op, StoreOp) or op not in self._written:
+                break
+            if found and op.place.segment != found[0].op.place.segment:
+                break
+            self._writes.popleft()
+            found.append(self._written.pop(op))
+        return found
 
 
-def _ended(writer: Writer, op: WriteOp, parts: list[memoryview]) -> Ended:
+def _ended(writer: Writer, op: OtherOp) -> Ended:
     try:
-        return writer.run(op, parts)
+        return writer.run(op)
     except Exception as error:
         logger.exception("a write ended by a bug")
         return Ended(op, bare(error))
 
 
-def _ended_together(writer: Writer, stores: list[tuple[StoreOp, list[memoryview]]]) -> list[Ended]:
-    if len(stores) == 1:
-        return [_ended(writer, *stores[0])]
+def _written(record_bytes: RecordBytes, stores: list[Summed]) -> list[Written]:
     try:
-        return writer.run_together(stores)
+        return record_bytes.write(stores)
     except Exception as error:
         logger.exception("writes ended by a bug")
-        return [Ended(op, bare(error)) for op, _ in stores]
+        return [Written(one.op, bare(error)) for one in stores]
+
+
+def _kept(writer: Writer, stores: list[Written]) -> list[Ended]:
+    try:
+        return writer.keep(stores)
+    except Exception as error:
+        logger.exception("writes ended by a bug")
+        return [Ended(one.op, bare(error), is_left=True) for one in stores]

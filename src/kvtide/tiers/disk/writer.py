@@ -1,8 +1,7 @@
-"""The one writing thread's part: records, rows, holes, indexes. All that changes files is here.
+"""The one writing thread's part: rows, holes, indexes. What makes records of bytes is here.
 
 One thread, because order is the promise: a row follows its record, a hole follows its row, an
-index follows all of them. A record's bytes go in one call from where they lie; a large call keeps
-a drive busy by itself.
+index follows all of them. The bytes themselves are written ahead of it, by `RecordBytes`.
 
 Ownership: everything here belongs to one thread; it is told by `Op`, and says by `Ended`. The
 freeing thread has a `Writer` of its own, which never has a segment open.
@@ -13,8 +12,6 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kvtide.codec import record as codec
-from kvtide.codec.record import Header
 from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.errors import KVTideError
 from kvtide.tiers.disk import rows as logs
@@ -27,12 +24,14 @@ from kvtide.tiers.disk.ops import (
     Ended,
     FreeOp,
     MeasureOp,
+    OtherOp,
     ProbeOp,
     ReadProbeOp,
     SealOp,
     StoreOp,
     UnlinkOp,
     WriteOp,
+    Written,
     bare,
 )
 from kvtide.tiers.disk.rows import Kept
@@ -53,22 +52,6 @@ class _OpenSegment:
     is_spoiled: bool = False
 
 
-def parts_of(op: StoreOp) -> list[memoryview]:
-    """Header, cells, header, cells: the bytes of all shards in order, checksums taken."""
-    record, layout = op.job.record, op.job.record.layout
-    length = codec.header_bytes(layout.shard_count, record.blocks)
-    headers = page_memory(length * layout.shard_count)
-    write_id = os.urandom(codec.WRITE_ID_BYTES)
-    parts = []
-    for shard, cells in enumerate(op.job.cells):
-        into = headers[shard * length : (shard + 1) * length]
-        content = memoryview(cells).cast("B")
-        checksums = codec.checksums_of(content, record.blocks)
-        codec.write_header(into, Header(record, shard, write_id, checksums))
-        parts += [into, content]
-    return parts
-
-
 def kept_of(op: StoreOp) -> Kept:
     """The row of a store's record."""
     record = op.job.record
@@ -76,63 +59,90 @@ def kept_of(op: StoreOp) -> Kept:
 
 
 class Writer:
-    """Carries out what changes the directory."""
+    """Carries out what changes the directory, but for the bytes of records."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._files = directory.files
         self._open: _OpenSegment | None = None
 
-    def run(self, op: WriteOp, parts: list[memoryview]) -> Ended:
-        """Do it, with the `parts_of` a store (else none); raises nothing but bugs."""
+    def run(self, op: OtherOp) -> Ended:
+        """Do it; raises nothing but bugs."""
         ended = Ended(op)
         try:
-            self._do(op, parts, ended)
+            self._do(op)
         except (OSError, KVTideError) as error:
             ended.error = bare(error)
         self._measure(op, ended)
         return ended
 
-    def run_together(self, stores: list[tuple[StoreOp, list[memoryview]]]) -> list[Ended]:
-        """Stores that lie next to one another, by one call each for bytes and rows; one by one
-        where that fails, so that each ends as it would have by itself."""
-        ops = [op for op, _ in stores]
-        try:
-            self._store_together(ops, [part for _, parts in stores for part in parts])
-        except OSError:
-            return [self.run(op, parts) for op, parts in stores]
-        first = Ended(ops[0])
-        self._measure(ops[0], first)
-        rest = [Ended(op, first.error, first.allocated, first.free_bytes) for op in ops[1:]]
-        return [first, *rest]
+    def keep(self, stores: list[Written]) -> list[Ended]:
+        """Make records of stores of one segment, in order; raises nothing but bugs.
 
-    def _store_together(self, ops: list[StoreOp], parts: list[memoryview]) -> None:
+        One write has the rows of all whose bytes are there; one by one where that fails, so that
+        each ends as it would have by itself. No byte is left of one that failed, or it says so.
+        """
+        good = [one.op for one in stores if one.error is None]
+        failed = {ended.op: ended for ended in self._keep(good)} if good else {}
+        seen = Ended(stores[0].op)
+        self._measure(stores[0].op, seen)
+        ends = []
+        for one in stores:
+            ended = failed.get(one.op) or Ended(one.op, one.error or seen.error)
+            ended.allocated, ended.free_bytes = seen.allocated, seen.free_bytes
+            ended.is_spoiled = ended.error is not None and self._is_spoiled(one.op)
+            ends.append(ended)
+        return ends
+
+    def _keep(self, ops: list[StoreOp]) -> list[Ended]:
+        """Append their rows; the ends of those for which that failed, whose bytes are gone."""
+        try:
+            self._append_kept(ops)
+        except OSError as error:
+            if len(ops) == 1:
+                is_left = not self._is_taken_back(ops[0])  # at once: it is room for others
+                return [Ended(ops[0], bare(error), is_left=is_left)]
+        else:
+            return []
+        return [ended for op in ops for ended in self._keep([op])]
+
+    def _append_kept(self, ops: list[StoreOp]) -> None:
         segment = self._opened(ops[0].place.segment)
         if segment.is_spoiled:
             raise OSError(errno.EIO, "its rows log could not be repaired")
-        try:
-            write_fully(self._files, segment.descriptor, parts, ops[0].place.offset_bytes)
-        except OSError:
-            with suppress(OSError):  # room for those that fit
-                self._punch(segment.descriptor, [op.place for op in ops])
-            raise
         if self._directory.sync == "each":
             self._files.sync(segment.descriptor)
+        content, kinds = b"", set(segment.kinds)
         for op in ops:
-            self._append_kinds(segment, op)
-        content = b""
-        for op in ops:
+            if op.kind_number not in kinds:
+                kinds.add(op.kind_number)
+                at = segment.rows_end_bytes + len(content)
+                content += logs.kind_row(segment.number, at, op.kind_number, op.kind)
             at = segment.rows_end_bytes + len(content)
             content += logs.kept_row(segment.number, at, kept_of(op))
         self._append(segment, content)
+        segment.kinds = kinds
         if self._directory.sync == "each":
             self._files.sync(segment.rows_descriptor)
-        self._drop_cached(segment, ops[0].place)
+        if not self._directory.is_direct:
+            # Plain I/O leaves its pages in memory: those that the drive has by now are let go of.
+            with suppress(OSError):  # advice
+                self._files.drop_cached(segment.descriptor, 0, ops[0].place.offset_bytes)
 
-    def _do(self, op: WriteOp, parts: list[memoryview], ended: Ended) -> None:
+    def _is_taken_back(self, op: StoreOp) -> bool:
+        """Whether a hole is where the bytes of a store were."""
+        try:
+            self._punch_all(op.place.segment, [op.place])
+        except OSError:
+            return False
+        return True
+
+    def _is_spoiled(self, op: StoreOp) -> bool:
+        segment = self._open
+        return segment is not None and segment.number == op.place.segment and segment.is_spoiled
+
+    def _do(self, op: OtherOp) -> None:
         match op:
-            case StoreOp():
-                self._store(op, parts, ended)
             case FreeOp():
                 self._free(op)
             case UnlinkOp():
@@ -174,43 +184,15 @@ class Writer:
             else:
                 ended.allocated[suffix] = size.allocated_bytes
 
-    # ---- records
-
-    def _store(self, op: StoreOp, parts: list[memoryview], ended: Ended) -> None:
-        segment = self._opened(op.place.segment)
-        if segment.is_spoiled:
-            ended.is_spoiled = True
-            raise OSError(errno.EIO, "its rows log could not be repaired")
-        try:
-            write_fully(self._files, segment.descriptor, parts, op.place.offset_bytes)
-            if self._directory.sync == "each":
-                self._files.sync(segment.descriptor)
-            self._append_kinds(segment, op)
-            end = segment.rows_end_bytes
-            self._append(segment, logs.kept_row(segment.number, end, kept_of(op)))
-            if self._directory.sync == "each":
-                self._files.sync(segment.rows_descriptor)
-        except OSError:
-            ended.is_spoiled = segment.is_spoiled
-            with suppress(OSError):
-                self._punch(segment.descriptor, [op.place])
-            raise
-        self._drop_cached(segment, op.place)
-
-    def _drop_cached(self, segment: _OpenSegment, place: Place) -> None:
-        """Plain I/O leaves its pages in memory: those that the drive has by now are let go of."""
-        if not self._directory.is_direct:
-            with suppress(OSError):  # advice
-                self._files.drop_cached(segment.descriptor, 0, place.offset_bytes)
+    # ---- the segment that is appended to
 
     def _opened(self, number: int) -> _OpenSegment:
-        """The segment that is appended to, made if need be."""
+        """The segment that is appended to: its bytes are there, its log is made if need be."""
         self._directory.require()  # what is open may lie where nobody finds it any more
         if self._open is not None and self._open.number == number:
             return self._open
         self._close_segment()
-        flags = os.O_RDWR | os.O_CREAT
-        descriptor = self._directory.open_segment(number, flags)
+        descriptor = self._directory.open_segment(number, os.O_RDWR)
         try:
             rows_descriptor, end = self._opened_rows(number)
         except OSError:
@@ -232,13 +214,6 @@ class Writer:
             self._files.close(descriptor)
             raise
         return descriptor, end
-
-    def _append_kinds(self, segment: _OpenSegment, op: StoreOp) -> None:
-        if op.kind_number not in segment.kinds:
-            end = segment.rows_end_bytes
-            row = logs.kind_row(segment.number, end, op.kind_number, op.kind)
-            self._append(segment, row)
-            segment.kinds.add(op.kind_number)
 
     def _append(self, segment: _OpenSegment, row: bytes) -> None:
         """Append a row, or leave the log as it was; where even that fails it is spoiled."""
@@ -268,22 +243,22 @@ class Writer:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            self._punch_all(op)
+            self._punch_all(op.segment, op.places)
             self._append_gone(op)
         else:
-            self._punch_all(op)
+            self._punch_all(op.segment, op.places)
 
-    def _punch_all(self, op: FreeOp) -> None:
-        if self._open is not None and self._open.number == op.segment:
-            self._punch(self._open.descriptor, op.places)
+    def _punch_all(self, number: int, places: list[Place]) -> None:
+        if self._open is not None and self._open.number == number:
+            self._punch(self._open.descriptor, places)
             return
         try:
-            descriptor = self._directory.open_segment(op.segment, os.O_RDWR)
+            descriptor = self._directory.open_segment(number, os.O_RDWR)
         except FileNotFoundError:
             self._directory.require()
             return  # somebody removed it: its space is free
         try:
-            self._punch(descriptor, op.places)
+            self._punch(descriptor, places)
         finally:
             self._files.close(descriptor)
 

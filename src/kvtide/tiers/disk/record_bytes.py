@@ -1,0 +1,82 @@
+"""The bytes of records, written ahead of their rows: one call for those that lie side by side.
+
+Threads do nothing else, so the drive has the next bytes while the rows of the last are appended
+and files are measured. What they have written is no record until its row says so.
+
+Ownership: each thread of the bytes has its own. Its descriptor is open only while more is to be
+written: what is unlinked must give its space back.
+"""
+
+import os
+from contextlib import suppress
+
+from kvtide.codec import record as codec
+from kvtide.codec.record import Header
+from kvtide.tiers.disk.directory import Directory
+from kvtide.tiers.disk.files import page_memory, write_fully
+from kvtide.tiers.disk.ops import StoreOp, Summed, Written, bare
+
+
+def summed(op: StoreOp) -> Summed:
+    """Header, cells, header, cells: the bytes of all shards in order, checksums taken."""
+    record, layout = op.job.record, op.job.record.layout
+    length = codec.header_bytes(layout.shard_count, record.blocks)
+    headers = page_memory(length * layout.shard_count)
+    write_id = os.urandom(codec.WRITE_ID_BYTES)
+    parts = []
+    for shard, cells in enumerate(op.job.cells):
+        into = headers[shard * length : (shard + 1) * length]
+        content = memoryview(cells).cast("B")
+        checksums = codec.checksums_of(content, record.blocks)
+        codec.write_header(into, Header(record, shard, write_id, checksums))
+        parts += [into, content]
+    return Summed(op, parts)
+
+
+class RecordBytes:
+    """Writes them where the owner has said."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._files = directory.files
+        self._number = 0
+        self._descriptor = -1
+
+    def write(self, stores: list[Summed]) -> list[Written]:
+        """Neighbours of one segment, by one call; one by one where that fails, so that each ends
+        as it would have by itself. No byte is left of one that failed, if the drive allows."""
+        try:
+            self._open(stores[0].op.place.segment)
+        except OSError as error:
+            return [Written(one.op, bare(error)) for one in stores]
+        return self._write(stores)
+
+    def _write(self, stores: list[Summed]) -> list[Written]:
+        start = stores[0].op.place.offset_bytes
+        parts = [part for one in stores for part in one.parts]
+        try:
+            write_fully(self._files, self._descriptor, parts, start)
+        except OSError as error:
+            with suppress(OSError):  # room for those that fit
+                length = sum(one.op.place.length_bytes for one in stores)
+                self._files.punch(self._descriptor, start, length)
+            if len(stores) == 1:
+                return [Written(stores[0].op, bare(error))]
+        else:
+            return [Written(one.op) for one in stores]
+        return [written for one in stores for written in self._write([one])]
+
+    def _open(self, number: int) -> None:
+        if self._descriptor >= 0 and self._number == number:
+            return
+        self.rest()
+        self._directory.require()  # a file must not be made where nobody finds it
+        self._descriptor = self._directory.open_segment(number, os.O_RDWR | os.O_CREAT)
+        self._number = number
+
+    def rest(self) -> None:
+        """Nothing more is to be written for now: give the descriptor back."""
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                self._files.close(self._descriptor)
+            self._descriptor = -1
