@@ -2,15 +2,17 @@
 
 Copied by the tests to where `python -m vllm.entrypoints.cli.main` finds it. What it does is said
 by the environment: STUB=ends (says why and ends), deaf (ignores SIGTERM), litters (leaves a child
-behind).
+behind). Whatever it does, it leaves a socket where vLLM leaves its own.
 """
 
 import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 WORDS = ["The", " tide", " comes", " in"]
@@ -106,6 +108,7 @@ def main() -> None:
     if manners == "litters":
         code = "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"
         subprocess.Popen([sys.executable, "-c", code])
+    socket.socket(socket.AF_UNIX).bind(f"{os.environ['VLLM_RPC_BASE_PATH']}/{uuid.uuid4()}")
     port = int(sys.argv[sys.argv.index("--port") + 1])
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 

@@ -40,6 +40,10 @@ TINY_LLAMA_B = MODELS / "tiny-llama-b"
 
 KVTIDE: Mapping[str, object] = {"kv_connector": "KVTideConnector", "kv_role": "kv_both"}
 
+RPC_BASE_PATH = "VLLM_RPC_BASE_PATH"  # where vLLM's processes put their sockets
+SOCKET_PATH_BYTES_MAX = 107
+SOCKET_NAME_BYTES = 36  # a UUID
+
 START_S_MAX = 300.0  # 10 to 30 s are usual; a first start on a busy machine compiles
 KVTIDE_ON_S_MAX = 60.0  # the first start reads all weights to know what they are
 KVTIDE_ON, KVTIDE_OFF = "kvtide on: ", "kvtide off: "
@@ -121,14 +125,29 @@ class ServedEngine(LeashedProgram):
 
     def start(self) -> None:
         """Start the process; returns at once."""
+        mine = {RPC_BASE_PATH: self._socket_directory()}
+        if self._connector is not None:
+            mine["VLLM_PLUGINS"] = "kvtide"
         # Bound, never listening, for as long as the engine lives: nobody else is given the port,
         # and vLLM, which sets SO_REUSEADDR too, may listen on it.
         self._port = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port.bind((self.address.host, 0))
         self.address = Address(self.address.host, self._port.getsockname()[1])
-        plugins = {} if self._connector is None else {"VLLM_PLUGINS": "kvtide"}
-        self.launch(self._command(), environment(**plugins | self._variables))
+        self.launch(self._command(), environment(**mine | self._variables))
+
+    def _socket_directory(self) -> str:
+        """The scratch directory: a killed vLLM leaves its sockets, which must not pile up.
+
+        Raises ProgramError where the path of a socket would be too long for the kernel.
+        """
+        length = len(os.fsencode(self.scratch)) + 1 + SOCKET_NAME_BYTES
+        if length > SOCKET_PATH_BYTES_MAX:
+            raise ProgramError(
+                f"sockets in {self.scratch} would have paths of {length} bytes, and"
+                f" {SOCKET_PATH_BYTES_MAX} is the most; set TMPDIR to a shorter one"
+            )
+        return str(self.scratch)
 
     def _command(self) -> list[str]:
         command = [
