@@ -61,3 +61,4 @@ def test_a_suite_that_makes_another_tier_than_it_names_fails(
     suite.begin(tmp_path)
     with pytest.raises(AssertionError, match="is no <class 'int'>"):
         suite.start()
+    suite.end()

@@ -107,7 +107,7 @@ class TierPlace:
         return self._driven(tier)
 
     def _driven(self, tier: Tier) -> DrivenTier:
-        assert isinstance(tier, self.tier_type), f"{tier} is no {self.tier_type}"
         driven = DrivenTier(tier, self.woken, self.wait_s)
         self._open.append(driven)
+        assert isinstance(tier, self.tier_type), f"{tier} is no {self.tier_type}"
         return driven
