@@ -3,18 +3,22 @@
 Every arm has the same model, cores, threads and arguments. LMCache runs in its multiprocess mode,
 worker copying (`engine_driven`) through shared memory, the fastest of its modes on a CPU, from an
 environment of its own (scripts/setup_lmcache), with its log and its metrics quiet.
+
+With a disk: LMCache writes files by its `fs_native`, past the page cache as kvtide does. Its memory
+is then only a buffer (`skip_l1`): what is on disk leaves it, so every hit is read from disk, by the
+same path as where memory was too small for it.
 """
 
 import contextlib
 import enum
-import os
+import json
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.hook_reports import REPORTS
@@ -28,6 +32,7 @@ LMCACHE_START_S_MAX = 60.0
 HOST_BYTES = "3GiB"  # of kvtide's node; LMCache's server has as many
 LMCACHE_GB = 3
 DISK_NODE = "kvtide-disk"  # below the same: the runtime directory of the node with a disk
+LMCACHE_DISK = "lmcache-disk"  # below the same: where LMCache keeps files
 DISK_SETTINGS = {"KVTIDE_DISK_BYTES_MAX": "8GiB"}
 HOOK_REPORTS = "hook-reports"  # below the directory of an engine's log
 
@@ -38,6 +43,7 @@ class Arm(enum.Enum):
     NONE = "no cache"
     OWN = "engine's prefix cache"
     LMCACHE = "LMCache 0.5.6"
+    LMCACHE_DISK = "LMCache 0.5.6 with fs_native"
     KVTIDE = "kvtide"
     KVTIDE_DISK = "kvtide with a disk"
     KVTIDE_TIMED = "kvtide, its hooks timed"
@@ -49,11 +55,27 @@ class Setting:
 
     directory: Path  # logs, kvtide's runtime directory
     arguments: Sequence[str]  # of every `vllm serve`
+    servers: dict[Arm, LeashedProgram] = field(default_factory=dict)  # that run beside engines
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Arms that serve."""
+
+    engines: dict[Arm, ServedEngine]
+    servers: dict[Arm, LeashedProgram]  # LMCache's, of its arms
 
 
 @contextlib.contextmanager
 def serve(arms: Sequence[Arm], *arguments: str) -> Iterator[dict[Arm, ServedEngine]]:
     """All of these arms at once, started one after the other, idle; ended on the way out."""
+    with run_all(arms, *arguments) as running:
+        yield running.engines
+
+
+@contextlib.contextmanager
+def run_all(arms: Sequence[Arm], *arguments: str) -> Iterator[Running]:
+    """The same, with what runs beside the engines."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtide-")))
         setting = Setting(directory, arguments)
@@ -62,7 +84,7 @@ def serve(arms: Sequence[Arm], *arguments: str) -> Iterator[dict[Arm, ServedEngi
             print(f"  starts: {arm.value}", flush=True)
             engines[arm] = stack.enter_context(_ARMS[arm](setting))
             engines[arm].wait_idle()
-        yield engines
+        yield Running(engines, setting.servers)
 
 
 @contextlib.contextmanager
@@ -136,8 +158,25 @@ def _with_node(
         stop_nodes(Path(mine["KVTIDE_RUNTIME_DIR"]), environment(**mine))
 
 
+def _lmcache(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
+    return _with_lmcache(setting, "lmcache", Arm.LMCACHE)
+
+
+def _lmcache_disk(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
+    files = {
+        "type": "fs_native",
+        "base_path": str(setting.directory / LMCACHE_DISK),
+        "use_odirect": True,
+    }
+    more = ("--l2-store-policy", "skip_l1", "--l2-adapter", json.dumps(files))
+    return _with_lmcache(setting, LMCACHE_DISK, Arm.LMCACHE_DISK, more)
+
+
 @contextlib.contextmanager
-def _lmcache(setting: Setting) -> Iterator[ServedEngine]:
+def _with_lmcache(
+    setting: Setting, name: str, arm: Arm, more: Sequence[str] = ()
+) -> Iterator[ServedEngine]:
+    """An engine with a server of its own, which gets these arguments too."""
     if not LMCACHE_PYTHON.exists():
         subprocess.run([ROOT / "scripts" / "setup_lmcache"], check=True)
     variables = {
@@ -146,7 +185,9 @@ def _lmcache(setting: Setting) -> Iterator[ServedEngine]:
         "PYTHONHASHSEED": "0",
         "VLLM_PLUGINS": "",
     }
-    with _lmcache_server(setting, variables) as port:
+    log = setting.directory / f"{name}-server.log"
+    with _lmcache_server(log, variables, more) as (server, port):
+        setting.servers[arm] = server
         connector = {
             "kv_connector": "LMCacheMPConnector",
             "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
@@ -161,7 +202,7 @@ def _lmcache(setting: Setting) -> Iterator[ServedEngine]:
         }
         with _plain(
             setting,
-            name="lmcache",
+            name=name,
             connector=connector,
             variables=variables,
             python=LMCACHE_PYTHON,
@@ -170,25 +211,28 @@ def _lmcache(setting: Setting) -> Iterator[ServedEngine]:
 
 
 @contextlib.contextmanager
-def _lmcache_server(setting: Setting, variables: Mapping[str, str]) -> Iterator[int]:
-    """LMCache's server; the port it listens on."""
+def _lmcache_server(
+    log: Path, variables: Mapping[str, str], more: Sequence[str]
+) -> Iterator[tuple[LeashedProgram, int]]:
+    """LMCache's server, and the port it listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shm = f"kvtide-bench-lmcache-{os.getpid()}"
+    shm = f"kvtide-bench-lmcache-{port}"
     command = [
         *(str(LMCACHE_PYTHON), "-m", "lmcache.v1.multiprocess.server"),
         *("--host", "127.0.0.1", "--port", str(port), "--chunk-size", "256"),
         *("--supported-transfer-mode", "engine_driven", "--max-workers", "2"),
         *("--shm-name", shm, "--no-l1-use-lazy", "--l1-size-gb", str(LMCACHE_GB)),
         *("--eviction-policy", "LRU", "--disable-metrics"),
+        *more,
     ]
-    server = LeashedProgram(setting.directory / "lmcache-server.log")
+    server = LeashedProgram(log)
     server.launch(command, environment(**variables))
     try:
         with server:
             _wait_for_port(server, port)
-            yield port
+            yield server, port
     finally:
         for left in Path("/dev/shm").glob(f"*{shm}*"):  # where it was killed
             left.unlink(missing_ok=True)
@@ -209,6 +253,7 @@ _ARMS = {
     Arm.NONE: _none,
     Arm.OWN: _own,
     Arm.LMCACHE: _lmcache,
+    Arm.LMCACHE_DISK: _lmcache_disk,
     Arm.KVTIDE: _kvtide,
     Arm.KVTIDE_DISK: _kvtide_disk,
     Arm.KVTIDE_TIMED: _kvtide_timed,
