@@ -1,11 +1,10 @@
 """Hits from disk beside hits from host memory, the engine's own, and computing: TTFT.
 
-Both arms live at once and take turns round by round, the other one idle. A turn of kvtide begins
-with its node killed and another one started, so that nothing is in memory. Each prompt is then
-asked for after the engine forgot it (from disk), again after it forgot (from host memory), and once
-more (its own). A turn of LMCache is, for each prompt, its own and from disk: its server keeps in
-memory nothing that it has on disk (see `arms.py`). Both read past the page cache, and that they
-read is seen from outside: by what the kernel says the processes had from the drive.
+Both arms live at once and take turns, round by round, the other idle. When a turn begins nothing
+is in memory: kvtide's node is killed and another one started, LMCache's server is told to clear
+its memory. Each prompt is then asked for after the engine forgot it (from disk), again after it
+forgot (from host memory), and once more (its own). Both read past the page cache, and that they
+do read is seen from outside: by what the kernel says that their processes had from the drive.
 
 Cold is a prompt of the same length that nobody sent before.
 """
@@ -18,15 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.arms import (
-    DISK_NODE,
-    DISK_SETTINGS,
-    HOST_BYTES,
-    LMCACHE_DISK,
-    Arm,
-    Running,
-    run_all,
-)
+from benchmarks.arms import DISK_NODE, DISK_SETTINGS, HOST_BYTES, Arm, Running, run_all
+from benchmarks.lmcache_server import CHUNK_TOKENS, LMCacheServer
 from benchmarks.plain import BLOCK_TOKENS, LAYERS, PAGE_BYTES
 from benchmarks.prompts import Prompts
 from benchmarks.report import Section
@@ -34,7 +26,6 @@ from benchmarks.reuse import reset
 from benchmarks.stats import PAIRS_MIN, Comparison, differences, rotated, spread
 from kvtide.errors import KVTideError
 from kvtide.testing.completions import Completion, ServingError
-from kvtide.testing.leashed import LeashedProgram
 from kvtide.testing.node_process import NodeProcess, node_pids, wait_dead
 from kvtide.testing.serving import ServedEngine
 from kvtide.units import MiB
@@ -43,7 +34,6 @@ from kvtide.wire.places import Places
 
 ARMS = (Arm.KVTIDE_DISK, Arm.LMCACHE_DISK)
 TOKEN_BYTES = LAYERS * PAGE_BYTES // BLOCK_TOKENS
-LMCACHE_CHUNK_TOKENS = 256
 OUTPUT_TOKENS = 4
 WAKE_TOKENS = 32  # no whole block: no turn begins with an engine that has been idle
 ON_S_MAX = 30.0
@@ -111,7 +101,7 @@ def _measure(size: Size, running: Running) -> Table:
                 engine.wait_idle()
             _ask(arms[arm].engine, prompts.make(WAKE_TOKENS))
             for length, prompt in kept.items():
-                arms[arm].take(prompt, table[length][arm])
+                _turn(arms[arm], prompt, table[length][arm])
         print(f"  disk: round {number + 1} of {size.warm_up_rounds + size.rounds}", flush=True)
     for _ in range(size.cold_rounds):
         for length in size.lengths:
@@ -164,61 +154,58 @@ class _Ours:
 
         _wait("no other node is on", is_on, ON_S_MAX)
 
-    def take(self, prompt: list[int], taken: Taken) -> None:
-        """From disk, from host memory, its own."""
-        reset(self.engine)
-        _take_disk(self.engine, prompt, taken, node_pids(self._places.directory))
-        reset(self.engine)
-        taken.host_ms.append(_ask(self.engine, prompt).ttft_ms)
-        _take_own(self.engine, prompt, taken)
+    def readers(self) -> Collection[int]:
+        """Processes that read the disk."""
+        return node_pids(self._places.directory)
 
 
 class _Theirs:
     """LMCache, whose server stays."""
 
-    def __init__(self, engine: ServedEngine, server: LeashedProgram) -> None:
+    def __init__(self, engine: ServedEngine, server: LMCacheServer) -> None:
         self.engine = engine
         self._server = server
-        self._files = engine.log.parent / LMCACHE_DISK
 
     def wait_written(self, lengths: Sequence[int]) -> None:
         """Wait until each chunk has its file, and the server has nothing to do any more."""
-        wanted = sum(length // LMCACHE_CHUNK_TOKENS for length in lengths)
+        wanted = sum(length // CHUNK_TOKENS for length in lengths)
+        files = self._server.files
+        assert files is not None
 
         def is_written() -> bool:
-            return len([path for path in self._files.rglob("*.data") if path.is_file()]) == wanted
+            return len([path for path in files.rglob("*.data") if path.is_file()]) == wanted
 
         _wait("LMCache is writing chunks", is_written, WRITTEN_S_MAX)
         self._server.wait_idle()
 
     def begin(self) -> None:
-        """Nothing: it keeps nothing in memory."""
+        """Clear the server's memory."""
+        self._server.clear()
 
-    def take(self, prompt: list[int], taken: Taken) -> None:
-        """Its own, from disk."""
-        _take_own(self.engine, prompt, taken)
-        reset(self.engine)
-        _take_disk(self.engine, prompt, taken, self._server.processes())
+    def readers(self) -> Collection[int]:
+        """Processes that read the disk."""
+        return self._server.processes()
 
 
-def _take_disk(
-    engine: ServedEngine, prompt: list[int], taken: Taken, readers: Collection[int]
-) -> None:
-    """A hit from disk; asserts that these processes have read it from the drive."""
+def _turn(arm: _Ours | _Theirs, prompt: list[int], taken: Taken) -> None:
+    """From disk, as its processes prove, from host memory, and the engine's own."""
+    engine, readers = arm.engine, arm.readers()
+    reset(engine)
     before = _read_bytes(readers)
-    answer = _ask(engine, prompt)
+    disk = _ask(engine, prompt)
     read_bytes = _read_bytes(readers) - before
-    wanted_bytes = answer.cached_tokens * TOKEN_BYTES
+    wanted_bytes = disk.cached_tokens * TOKEN_BYTES
     assert read_bytes >= wanted_bytes, f"{read_bytes} of {wanted_bytes} bytes came from the drive"
+    reset(engine)
+    host = _ask(engine, prompt)
+    assert host.cached_tokens == disk.cached_tokens, (host.cached_tokens, disk.cached_tokens)
+    own = _ask(engine, prompt)
+    taken.disk_ms.append(disk.ttft_ms)
+    taken.host_ms.append(host.ttft_ms)
+    taken.own_ms.append(own.ttft_ms)
+    taken.disk_tokens.add(disk.cached_tokens)
+    taken.own_tokens.add(own.cached_tokens)
     taken.read_bytes.append(read_bytes)
-    taken.disk_ms.append(answer.ttft_ms)
-    taken.disk_tokens.add(answer.cached_tokens)
-
-
-def _take_own(engine: ServedEngine, prompt: list[int], taken: Taken) -> None:
-    answer = _ask(engine, prompt)
-    taken.own_ms.append(answer.ttft_ms)
-    taken.own_tokens.add(answer.cached_tokens)
 
 
 def _read_bytes(pids: Iterable[int]) -> int:
@@ -258,8 +245,7 @@ def _row(length: int, arm: Arm, taken: Taken) -> tuple[str, ...]:
     return (
         *(str(length), arm.value, str(spread(taken.cold_ms)) if taken.cold_ms else ""),
         *(str(spread(taken.own_ms)), _counts(taken.own_tokens)),
-        str(spread(taken.host_ms)) if taken.host_ms else "",
-        differences(taken.host_ms, taken.own_ms).difference() if taken.host_ms else "",
+        *(str(spread(taken.host_ms)), differences(taken.host_ms, taken.own_ms).difference()),
         *(str(spread(taken.disk_ms)), _counts(taken.disk_tokens)),
         *(taken.added().difference(), f"{spread(read_mib).median:.1f}"),
     )

@@ -98,7 +98,10 @@ def disk_section(
         {384},
         [9 * MiB] * rounds,
     )
-    theirs = disk_hits.Taken([], [theirs_ms] * rounds, [], [45.0] * rounds, {256}, {384}, [6 * MiB])
+    base = [45.0] * rounds
+    theirs = disk_hits.Taken(
+        [], [theirs_ms] * rounds, base, base, {256}, {384}, [6 * MiB] * rounds
+    )
     table = {508: {Arm.KVTIDE_DISK: ours, Arm.LMCACHE_DISK: theirs}}
     return disk_hits._section(disk_hits.FULL, table)
 
@@ -107,8 +110,8 @@ def test_hits_from_disk_are_shown_beside_all_others() -> None:
     ours, theirs = disk_section().rows
     assert ours[5:7] == ("59.5 (54.8 to 64.2)", "+5.0 (+5.0 to +5.0)")
     assert ours[7:] == ("109.5 (104.8 to 114.2)", "384", "+55.0 (+55.0 to +55.0)", "9.0")
-    assert theirs[2:8] == ("", "45.0 (45.0 to 45.0)", "384", "", "", "140.0 (140.0 to 140.0)")
-    assert theirs[8:] == ("256", "+95.0 (+95.0 to +95.0)", "6.0")
+    assert theirs[2:5] == ("", "45.0 (45.0 to 45.0)", "384")
+    assert theirs[7:] == ("140.0 (140.0 to 140.0)", "256", "+95.0 (+95.0 to +95.0)", "6.0")
 
 
 WHOLE, RIVAL = "508: a hit from disk", "508: added by a hit from disk, against LMCache"

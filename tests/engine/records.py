@@ -1,4 +1,4 @@
-"""What a node left on disk, read and damaged from outside while none runs: as a failing drive would.
+"""What a node left on disk, read and damaged from outside while none runs, as by a drive.
 
 A chain is found by the salt of the request that stored it.
 """

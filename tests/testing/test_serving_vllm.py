@@ -86,6 +86,7 @@ def test_its_processes_have_names(engine: ServedEngine) -> None:
     assert "VLLM::EngineCore" in commands
     assert "VLLM::Worker" in commands
 
+
 def test_its_sockets_are_in_a_place_that_goes_with_it(engine: ServedEngine) -> None:
     """A killed vLLM removes none of them."""
     paths = [path for pid in engine.processes() for path in unix_sockets(pid)]
@@ -99,4 +100,3 @@ def unix_sockets(pid: int) -> list[Path]:
     opened = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
     inodes = [target[8:-1] for target in opened if target.startswith("socket:")]
     return [paths[inode] for inode in inodes if inode in paths]
-

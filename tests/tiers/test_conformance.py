@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.testing.tier_suite import tiers_without_tests
+from kvtide.testing.memory_tier import MemoryTier
+from kvtide.testing.tier_suite import TierTests, tiers_without_tests
 from kvtide.tiers.disk.tier import DiskTier
 from tests.tiers import test_disk
 
@@ -48,7 +49,13 @@ def test_a_tier_that_nobody_tests_is_named(
 def test_a_suite_that_pytest_does_not_collect_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(test_disk.TestDiskTier, "__name__", "DiskTierTests")
+    """pytest goes by the name of a class."""
+
+    class DiskTierTests(TierTests):
+        tier_type = DiskTier
+
+    monkeypatch.setattr(test_disk.TestDiskTier, "tier_type", MemoryTier)
+    assert DiskTierTests in TierTests.__subclasses__()
     assert tiers_without_tests() == ["kvtide.tiers.disk.tier.DiskTier"]
 
 

@@ -1,6 +1,6 @@
 """A small parent for an engine: when whoever started it dies, however, the engine ends too.
 
-    python -I -S leash.py GRACE_S SCRATCH COMMAND...    stdin: a pipe whose other end the owner holds
+    python -I -S leash.py GRACE_S SCRATCH COMMAND...    stdin: a pipe whose other end the owner has
 
 The leash stands between the owner (a test, the demo, a benchmark) and `vllm serve`, in a session
 of its own. It ends the command when its pipe closes, which the kernel does for an owner that was
@@ -8,7 +8,7 @@ killed, or when it gets SIGTERM: first in order, by SIGTERM to the command alone
 its own children; after GRACE_S by SIGKILL. When the command has ended, what is left of the session
 is killed too, and the leash ends with the command's exit code (128 + n after signal n).
 
-SCRATCH is a directory for what the command leaves lying about, as killed ones do with their sockets:
+SCRATCH is a directory for what the command leaves lying about, as a killed one does its sockets:
 made here, and gone with the session. (Where the leash itself is killed, its owner removes it.)
 
 A kvtide node is not of this session, by its own double fork: it outlives the engine on purpose.
