@@ -2,7 +2,7 @@
 
 Copied by the tests to where `python -m vllm.entrypoints.cli.main` finds it. What it does is said
 by the environment: STUB=ends (says why and ends), deaf (ignores SIGTERM), litters (leaves a child
-behind). Whatever it does, it leaves a socket where vLLM leaves its own.
+behind). Whatever it does, it leaves a socket in the temporary directory, as a killed vLLM does.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -108,7 +109,7 @@ def main() -> None:
     if manners == "litters":
         code = "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"
         subprocess.Popen([sys.executable, "-c", code])
-    socket.socket(socket.AF_UNIX).bind(f"{os.environ['VLLM_RPC_BASE_PATH']}/{uuid.uuid4()}")
+    socket.socket(socket.AF_UNIX).bind(f"{tempfile.gettempdir()}/{uuid.uuid4()}")
     port = int(sys.argv[sys.argv.index("--port") + 1])
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 

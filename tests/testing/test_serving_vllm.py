@@ -87,10 +87,11 @@ def test_its_processes_have_names(engine: ServedEngine) -> None:
     assert "VLLM::Worker" in commands
 
 
-def test_its_sockets_are_in_a_place_that_goes_with_it(engine: ServedEngine) -> None:
+def test_its_sockets_and_files_are_where_they_go_with_it(engine: ServedEngine) -> None:
     """A killed vLLM removes none of them."""
     paths = [path for pid in engine.processes() for path in unix_sockets(pid)]
     assert {path.parent for path in paths} == {engine.scratch}
+    assert any(path.name.startswith("vllm_dist_") for path in engine.scratch.iterdir())
 
 
 def unix_sockets(pid: int) -> list[Path]:

@@ -8,8 +8,8 @@ killed, or when it gets SIGTERM: first in order, by SIGTERM to the command alone
 its own children; after GRACE_S by SIGKILL. When the command has ended, what is left of the session
 is killed too, and the leash ends with the command's exit code (128 + n after signal n).
 
-SCRATCH is a directory for what the command leaves lying about, as a killed one does its sockets:
-made here, and gone with the session. (Where the leash itself is killed, its owner removes it.)
+SCRATCH is the command's temporary directory, made here and gone with the session, since a killed
+command removes nothing of its own. (Where the leash is killed, its owner removes the directory.)
 
 A kvtide node is not of this session, by its own double fork: it outlives the engine on purpose.
 

@@ -3,8 +3,9 @@
 It runs in a session of its own: it ends with whoever started it, even if that is killed, and a
 Ctrl-C in the terminal reaches only the owner, who then ends it in order. No thread is started.
 
-Invariant: after `stop()` or `kill()` no process of the session runs, and its scratch directory is
-gone. (It stays where leash and owner are killed in one moment: nobody else knows of it.)
+Invariant: after `stop()` or `kill()` no process of the session runs, and what it left in its
+temporary directory is gone: killed programs leave sockets and files. (They stay where leash and
+owner are killed in one moment: nobody else knows of them.)
 """
 
 import contextlib
@@ -50,7 +51,7 @@ class LeashedProgram:
         """Output goes to `log`, appended; `stop()` kills after `grace_s`."""
         self.log = log
         self.scratch = Path(tempfile.gettempdir()) / f"kvtide-{secrets.token_hex(4)}"
-        """A directory that is there as long as the program runs; short, as sockets need it."""
+        """Its temporary directory (TMPDIR), there while it runs; short, as sockets need it."""
         self._grace_s = grace_s
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start_bytes = 0
@@ -77,7 +78,7 @@ class LeashedProgram:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=dict(environment),
+                env={**environment, "TMPDIR": str(self.scratch)},
                 start_new_session=True,
             )
 
