@@ -4,8 +4,10 @@ In its multiprocess mode, the worker copying (`engine_driven`) through shared me
 of its modes on a CPU, from an environment of its own (scripts/setup_lmcache), with its log and its
 metrics quiet.
 
-With a disk it writes files by its `fs_native`, past the page cache as kvtide does, and keeps in
-memory what it has read (`retain`). `clear` empties that memory: the next hit is read from disk.
+With a disk it keeps files by its `fs_native`, past the page cache as kvtide does (its faster way
+to what is not in there), and in memory what it has read (`retain`). `clear` empties that memory:
+the next hit is read from disk.
+
 Rejected: `skip_l1`, which never keeps anything in memory. A request that hits in the engine's own
 cache then reads the disk all the same, so nothing is left to compare with.
 """
