@@ -1,32 +1,25 @@
 """The arms of the engine benchmark: one served vLLM each, equal but for what caches its prefixes.
 
-Every arm has the same model, cores, threads and arguments. LMCache runs in its multiprocess mode,
-worker copying (`engine_driven`) through shared memory, the fastest of its modes on a CPU, from an
-environment of its own (scripts/setup_lmcache), with its log and its metrics quiet.
+Every arm has the same model, cores, threads and arguments; how LMCache runs, and why so, says
+`lmcache_server`.
 """
 
 import contextlib
 import enum
-import os
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks import lmcache_server
 from benchmarks.hook_reports import REPORTS
-from kvtide.testing.leashed import LeashedProgram, ProgramError
+from benchmarks.lmcache_server import LMCacheServer, run_server
 from kvtide.testing.nodes import stop_nodes
 from kvtide.testing.serving import KVTIDE, SMOLLM2, ServedEngine, environment
 
 ROOT = Path(__file__).resolve().parent.parent
-LMCACHE_PYTHON = ROOT / ".venv-lmcache" / "bin" / "python"
-LMCACHE_START_S_MAX = 60.0
 HOST_BYTES = "3GiB"  # of kvtide's node; LMCache's server has as many
-LMCACHE_GB = 3
 DISK_NODE = "kvtide-disk"  # below the same: the runtime directory of the node with a disk
 DISK_SETTINGS = {"KVTIDE_DISK_BYTES_MAX": "8GiB"}
 HOOK_REPORTS = "hook-reports"  # below the directory of an engine's log
@@ -38,6 +31,7 @@ class Arm(enum.Enum):
     NONE = "no cache"
     OWN = "engine's prefix cache"
     LMCACHE = "LMCache 0.5.6"
+    LMCACHE_DISK = "LMCache 0.5.6 with fs_native"
     KVTIDE = "kvtide"
     KVTIDE_DISK = "kvtide with a disk"
     KVTIDE_TIMED = "kvtide, its hooks timed"
@@ -49,11 +43,27 @@ class Setting:
 
     directory: Path  # logs, kvtide's runtime directory
     arguments: Sequence[str]  # of every `vllm serve`
+    servers: dict[Arm, LMCacheServer] = field(default_factory=dict)  # beside engines
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Arms that serve."""
+
+    engines: dict[Arm, ServedEngine]
+    servers: dict[Arm, LMCacheServer]  # of LMCache's arms
 
 
 @contextlib.contextmanager
 def serve(arms: Sequence[Arm], *arguments: str) -> Iterator[dict[Arm, ServedEngine]]:
     """All of these arms at once, started one after the other, idle; ended on the way out."""
+    with run_all(arms, *arguments) as running:
+        yield running.engines
+
+
+@contextlib.contextmanager
+def run_all(arms: Sequence[Arm], *arguments: str) -> Iterator[Running]:
+    """The same, with what runs beside the engines."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtide-")))
         setting = Setting(directory, arguments)
@@ -62,7 +72,7 @@ def serve(arms: Sequence[Arm], *arguments: str) -> Iterator[dict[Arm, ServedEngi
             print(f"  starts: {arm.value}", flush=True)
             engines[arm] = stack.enter_context(_ARMS[arm](setting))
             engines[arm].wait_idle()
-        yield engines
+        yield Running(engines, setting.servers)
 
 
 @contextlib.contextmanager
@@ -136,79 +146,37 @@ def _with_node(
         stop_nodes(Path(mine["KVTIDE_RUNTIME_DIR"]), environment(**mine))
 
 
+def _lmcache(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
+    return _with_lmcache(setting, "lmcache", Arm.LMCACHE, None)
+
+
+def _lmcache_disk(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
+    files = setting.directory / "lmcache-files"
+    return _with_lmcache(setting, "lmcache-disk", Arm.LMCACHE_DISK, files)
+
+
 @contextlib.contextmanager
-def _lmcache(setting: Setting) -> Iterator[ServedEngine]:
-    if not LMCACHE_PYTHON.exists():
-        subprocess.run([ROOT / "scripts" / "setup_lmcache"], check=True)
-    variables = {
-        "LMCACHE_TRACK_USAGE": "false",
-        "LMCACHE_LOG_LEVEL": "WARNING",
-        "PYTHONHASHSEED": "0",
-        "VLLM_PLUGINS": "",
-    }
-    with _lmcache_server(setting, variables) as port:
-        connector = {
-            "kv_connector": "LMCacheMPConnector",
-            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "lmcache.mp.host": "tcp://127.0.0.1",
-                "lmcache.mp.port": port,
-                "lmcache.mp.mp_transfer_mode": "engine_driven",
-                "lmcache.mp.mq_timeout": 30,
-            },
-        }
+def _with_lmcache(
+    setting: Setting, name: str, arm: Arm, files: Path | None
+) -> Iterator[ServedEngine]:
+    """An engine with a server of its own."""
+    with run_server(setting.directory / f"{name}-server.log", files) as server:
+        setting.servers[arm] = server
         with _plain(
             setting,
-            name="lmcache",
-            connector=connector,
-            variables=variables,
-            python=LMCACHE_PYTHON,
+            name=name,
+            connector=server.connector(),
+            variables=lmcache_server.VARIABLES,
+            python=lmcache_server.PYTHON,
         ) as engine:
             yield engine
-
-
-@contextlib.contextmanager
-def _lmcache_server(setting: Setting, variables: Mapping[str, str]) -> Iterator[int]:
-    """LMCache's server; the port it listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shm = f"kvtide-bench-lmcache-{os.getpid()}"
-    command = [
-        *(str(LMCACHE_PYTHON), "-m", "lmcache.v1.multiprocess.server"),
-        *("--host", "127.0.0.1", "--port", str(port), "--chunk-size", "256"),
-        *("--supported-transfer-mode", "engine_driven", "--max-workers", "2"),
-        *("--shm-name", shm, "--no-l1-use-lazy", "--l1-size-gb", str(LMCACHE_GB)),
-        *("--eviction-policy", "LRU", "--disable-metrics"),
-    ]
-    server = LeashedProgram(setting.directory / "lmcache-server.log")
-    server.launch(command, environment(**variables))
-    try:
-        with server:
-            _wait_for_port(server, port)
-            yield port
-    finally:
-        for left in Path("/dev/shm").glob(f"*{shm}*"):  # where it was killed
-            left.unlink(missing_ok=True)
-
-
-def _wait_for_port(server: LeashedProgram, port: int) -> None:
-    until_s = time.monotonic() + LMCACHE_START_S_MAX
-    while time.monotonic() < until_s:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return
-        if not server.is_alive():
-            raise ProgramError(f"LMCache's server ended at its start; {server.log_end()}")
-        time.sleep(0.1)
-    raise ProgramError(f"LMCache's server does not listen; {server.log_end()}")
 
 
 _ARMS = {
     Arm.NONE: _none,
     Arm.OWN: _own,
     Arm.LMCACHE: _lmcache,
+    Arm.LMCACHE_DISK: _lmcache_disk,
     Arm.KVTIDE: _kvtide,
     Arm.KVTIDE_DISK: _kvtide_disk,
     Arm.KVTIDE_TIMED: _kvtide_timed,

@@ -11,6 +11,7 @@ from benchmarks.overhead import Way
 from benchmarks.prompts import Prompts
 from benchmarks.report import Section, Verdict
 from benchmarks.reuse import Taken
+from kvtide.units import MiB
 
 
 def verdicts(section: Section) -> dict[str, Verdict]:
@@ -84,13 +85,44 @@ def test_time_in_hooks_is_taken_between_two_readings() -> None:
     assert hook_us(before, after) == {"wait_for_save": 2.0, "build_connector_meta": 2.0}
 
 
-def test_a_hit_from_disk_must_be_whole_and_beat_computing() -> None:
-    good = disk_hits.Taken([900.0] * 7, [100.0] * 9, [50.0] * 9, [45.0] * 9, {384}, {384})
-    short = disk_hits.Taken([900.0] * 7, [100.0] * 9, [50.0] * 9, [45.0] * 9, {256}, {384})
-    slow = disk_hits.Taken([90.0] * 7, [100.0] * 9, [50.0] * 9, [45.0] * 9, {384}, {384})
-    section = disk_hits._section(disk_hits.FULL, {508: good, 600: short, 700: slow})
-    assert list(verdicts(section).values()) == [Verdict.MET, Verdict.MISSED, Verdict.MISSED]
-    assert section.rows[0][4] == "+5.0 (+5.0 to +5.0)"
+def disk_section(
+    cold_ms: float = 900.0, tokens: int = 384, theirs_ms: float = 140.0, rounds: int = 20
+) -> Section:
+    own = [45.0 + number for number in range(rounds)]
+    ours = disk_hits.Taken(
+        [cold_ms] * 5,
+        [value + 55 for value in own],
+        [value + 5 for value in own],
+        own,
+        {tokens},
+        {384},
+        [9 * MiB] * rounds,
+    )
+    base = [45.0] * rounds
+    theirs = disk_hits.Taken(
+        [], [theirs_ms] * rounds, base, base, {256}, {384}, [6 * MiB] * rounds
+    )
+    table = {508: {Arm.KVTIDE_DISK: ours, Arm.LMCACHE_DISK: theirs}}
+    return disk_hits._section(disk_hits.FULL, table)
+
+
+def test_hits_from_disk_are_shown_beside_all_others() -> None:
+    ours, theirs = disk_section().rows
+    assert ours[5:7] == ("59.5 (54.8 to 64.2)", "+5.0 (+5.0 to +5.0)")
+    assert ours[7:] == ("109.5 (104.8 to 114.2)", "384", "+55.0 (+55.0 to +55.0)", "9.0")
+    assert theirs[2:5] == ("", "45.0 (45.0 to 45.0)", "384")
+    assert theirs[7:] == ("140.0 (140.0 to 140.0)", "256", "+95.0 (+95.0 to +95.0)", "6.0")
+
+
+WHOLE, RIVAL = "508: a hit from disk", "508: added by a hit from disk, against LMCache"
+
+
+def test_a_hit_from_disk_must_be_whole_beat_computing_and_add_no_more_than_lmcaches() -> None:
+    assert verdicts(disk_section()) == {WHOLE: Verdict.MET, RIVAL: Verdict.MET}
+    assert verdicts(disk_section(tokens=256))[WHOLE] is Verdict.MISSED
+    assert verdicts(disk_section(cold_ms=109.0))[WHOLE] is Verdict.MISSED
+    assert verdicts(disk_section(theirs_ms=99.0))[RIVAL] is Verdict.MISSED
+    assert verdicts(disk_section(rounds=19))[RIVAL] is Verdict.OPEN
 
 
 def test_the_chats_exceed_the_engines_cache_several_times() -> None:

@@ -2,15 +2,18 @@
 
 Copied by the tests to where `python -m vllm.entrypoints.cli.main` finds it. What it does is said
 by the environment: STUB=ends (says why and ends), deaf (ignores SIGTERM), litters (leaves a child
-behind).
+behind). Whatever it does, it leaves a socket in the temporary directory, as a killed vLLM does.
 """
 
 import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 WORDS = ["The", " tide", " comes", " in"]
@@ -106,6 +109,7 @@ def main() -> None:
     if manners == "litters":
         code = "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"
         subprocess.Popen([sys.executable, "-c", code])
+    socket.socket(socket.AF_UNIX).bind(f"{tempfile.gettempdir()}/{uuid.uuid4()}")
     port = int(sys.argv[sys.argv.index("--port") + 1])
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 

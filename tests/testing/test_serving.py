@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,6 +143,31 @@ def test_a_crash_ends_all_at_once(make: Make) -> None:
     assert left(engine) == []
 
 
+@pytest.mark.parametrize("end", [ServedEngine.stop, ServedEngine.kill])
+def test_sockets_that_an_engine_leaves_go_with_it(
+    make: Make, end: Callable[[ServedEngine], End]
+) -> None:
+    with make() as engine:
+        (left_behind,) = engine.scratch.iterdir()
+        assert left_behind.is_socket()
+        end(engine)
+        assert not engine.scratch.exists()
+
+
+def test_engines_have_their_sockets_apart(make: Make) -> None:
+    with make() as one, make() as other:
+        assert one.stop().exit_code == 0
+        assert len(list(other.scratch.iterdir())) == 1
+
+
+def test_a_place_for_sockets_with_too_long_a_name_is_told(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 20)))
+    with pytest.raises(ProgramError, match="set TMPDIR to a shorter one"):
+        make().start()
+
+
 def test_an_engine_whose_owner_is_killed_ends_too(make: Make, tmp_path: Path) -> None:
     """The owner is a process of its own, killed by SIGKILL, so it can do nothing about it."""
     engine = make("litters")
@@ -153,13 +179,15 @@ log = Path({str(engine.log)!r})
 engine = ServedEngine(Path("model"), log=log, variables={engine._variables!r})
 engine._grace_s = 0.3
 engine.__enter__()
-print(engine.session, flush=True)
+print(engine.session, engine.scratch, flush=True)
 time.sleep(60)
 """
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert owner.stdout is not None
     with owner.stdout:
-        session = int(owner.stdout.readline())
+        words = owner.stdout.readline().decode().split()
+    session, scratch = int(words[0]), Path(words[1])
+    assert scratch.is_dir()
     assert len(leash.processes_of_session(session)) == 3  # leash, stub, its litter
     leash_end = os.pidfd_open(session)
     owner.kill()
@@ -167,6 +195,7 @@ time.sleep(60)
     assert select.select([leash_end], [], [], START_S_MAX)[0], "the leash did not end"
     os.close(leash_end)
     assert leash.processes_of_session(session) == []
+    assert not scratch.exists()
 
 
 def test_the_environment_is_not_inherited_but_what_is_given_wins(

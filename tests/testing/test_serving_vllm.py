@@ -1,6 +1,7 @@
 """The same things with a real vLLM and no connector: one start, all that tests rely on."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
         session = engine.session
         assert engine.stop() == End(0, was_killed=False)
         assert leash.processes_of_session(session) == []
+        assert not engine.scratch.exists()
 
 
 def test_hits_are_whole_blocks_and_answers_from_the_cache_are_bitwise_equal(
@@ -83,3 +85,19 @@ def test_its_processes_have_names(engine: ServedEngine) -> None:
     commands = " ".join(engine.processes().values())
     assert "VLLM::EngineCore" in commands
     assert "VLLM::Worker" in commands
+
+
+def test_its_sockets_and_files_are_where_they_go_with_it(engine: ServedEngine) -> None:
+    """A killed vLLM removes none of them."""
+    paths = [path for pid in engine.processes() for path in unix_sockets(pid)]
+    assert {path.parent for path in paths} == {engine.scratch}
+    assert any(path.name.startswith("vllm_dist_") for path in engine.scratch.iterdir())
+
+
+def unix_sockets(pid: int) -> list[Path]:
+    """Paths of the sockets that a process has bound or accepted from."""
+    with_path = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    paths = {fields[6]: Path(fields[7]) for fields in with_path if fields[7:]}
+    opened = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    inodes = [target[8:-1] for target in opened if target.startswith("socket:")]
+    return [paths[inode] for inode in inodes if inode in paths]

@@ -31,6 +31,7 @@ from tests.tiers.disk_place import (
 class TestDiskTier(TierTests):
     """The suite, on the file system below pytest's directory."""
 
+    tier_type = DiskTier
     queue_bytes_max = QUEUE_BYTES_MAX
 
     def make_tier(self, tmp_path: Path, *, bytes_max: int) -> Tier:

@@ -1,12 +1,15 @@
 """A small parent for an engine: when whoever started it dies, however, the engine ends too.
 
-    python -I -S leash.py GRACE_S COMMAND...        stdin: a pipe whose other end the owner holds
+    python -I -S leash.py GRACE_S SCRATCH COMMAND...    stdin: a pipe whose other end the owner has
 
 The leash stands between the owner (a test, the demo, a benchmark) and `vllm serve`, in a session
 of its own. It ends the command when its pipe closes, which the kernel does for an owner that was
 killed, or when it gets SIGTERM: first in order, by SIGTERM to the command alone, which then ends
 its own children; after GRACE_S by SIGKILL. When the command has ended, what is left of the session
 is killed too, and the leash ends with the command's exit code (128 + n after signal n).
+
+SCRATCH is the command's temporary directory, made here and gone with the session, since a killed
+command removes nothing of its own. (Where the leash is killed, its owner removes the directory.)
 
 A kvtide node is not of this session, by its own double fork: it outlives the engine on purpose.
 
@@ -19,6 +22,7 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,9 +122,10 @@ def _wait_for_end(child: subprocess.Popen[bytes], grace_s: float) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run the command to its end, or to its owner's."""
-    grace_s, *command = arguments
+    grace_s, scratch, *command = arguments
     session = os.getsid(0)
     assert session == os.getpid(), "the leash must be started in a session of its own"
+    os.mkdir(scratch, 0o700)
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
     _wait_for_end(child, float(grace_s))
     code = child.wait()
@@ -131,6 +136,7 @@ def main(arguments: list[str]) -> int:
     if left:
         names = "; ".join(f"{process.pid} {process.command}" for process in left)
         print(f"{KILLED} what the command left behind: {names}", flush=True)
+    shutil.rmtree(scratch, ignore_errors=True)
     return 128 - code if code < 0 else code
 
 

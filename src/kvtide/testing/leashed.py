@@ -3,13 +3,18 @@
 It runs in a session of its own: it ends with whoever started it, even if that is killed, and a
 Ctrl-C in the terminal reaches only the owner, who then ends it in order. No thread is started.
 
-Invariant: after `stop()` or `kill()` no process of the session runs.
+Invariant: after `stop()` or `kill()` no process of the session runs, and what it left in its
+temporary directory is gone: killed programs leave sockets and files. (They stay where leash and
+owner are killed in one moment: nobody else knows of them.)
 """
 
 import contextlib
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +50,8 @@ class LeashedProgram:
     def __init__(self, log: Path, *, grace_s: float = STOP_GRACE_S) -> None:
         """Output goes to `log`, appended; `stop()` kills after `grace_s`."""
         self.log = log
+        self.scratch = Path(tempfile.gettempdir()) / f"kvtide-{secrets.token_hex(4)}"
+        """Its temporary directory (TMPDIR), there while it runs; short, as sockets need it."""
         self._grace_s = grace_s
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start_bytes = 0
@@ -64,13 +71,14 @@ class LeashedProgram:
         """Start the program; returns at once."""
         assert self._process is None, "this program was started before"
         self._log_start_bytes = self.log.stat().st_size if self.log.exists() else 0
+        own = (f"{self._grace_s}", str(self.scratch))
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", leash.__file__, f"{self._grace_s}", *command],
+                [*(sys.executable, "-I", "-S", leash.__file__), *own, *command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=dict(environment),
+                env={**environment, "TMPDIR": str(self.scratch)},
                 start_new_session=True,
             )
 
@@ -97,6 +105,7 @@ class LeashedProgram:
             code = process.wait()
             assert process.stdin is not None
             process.stdin.close()
+            shutil.rmtree(self.scratch, ignore_errors=True)
         was_killed = bool(left) or any(leash.KILLED in line for line in self.log_lines())
         return End(128 - code if code < 0 else code, was_killed or code < 0)
 

@@ -9,12 +9,14 @@ starts a thread; one engine may be asked from several. After a failed start noth
 """
 
 import contextlib
+import getpass
 import http.client
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +42,9 @@ TINY_LLAMA_B = MODELS / "tiny-llama-b"
 
 KVTIDE: Mapping[str, object] = {"kv_connector": "KVTideConnector", "kv_role": "kv_both"}
 
+SOCKET_PATH_BYTES_MAX = 107
+SOCKET_NAME_BYTES = 36  # vLLM's in its temporary directory: a UUID
+
 START_S_MAX = 300.0  # 10 to 30 s are usual; a first start on a busy machine compiles
 KVTIDE_ON_S_MAX = 60.0  # the first start reads all weights to know what they are
 KVTIDE_ON, KVTIDE_OFF = "kvtide on: ", "kvtide off: "
@@ -58,6 +63,8 @@ def environment(**extra: str) -> dict[str, str]:
         "TRANSFORMERS_OFFLINE": "1",
         "PYTHONWARNINGS": "ignore",
         "TORCH_LOGS": "-torch._library",
+        # What torch has compiled outlives an engine, whose temporary directory goes with it.
+        "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         # Without it an engine with a connector is given other cores than one without.
@@ -121,6 +128,7 @@ class ServedEngine(LeashedProgram):
 
     def start(self) -> None:
         """Start the process; returns at once."""
+        self._check_socket_paths()
         # Bound, never listening, for as long as the engine lives: nobody else is given the port,
         # and vLLM, which sets SO_REUSEADDR too, may listen on it.
         self._port = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -129,6 +137,15 @@ class ServedEngine(LeashedProgram):
         self.address = Address(self.address.host, self._port.getsockname()[1])
         plugins = {} if self._connector is None else {"VLLM_PLUGINS": "kvtide"}
         self.launch(self._command(), environment(**plugins | self._variables))
+
+    def _check_socket_paths(self) -> None:
+        """Raise ProgramError where the path of a socket would be too long for the kernel."""
+        length = len(os.fsencode(self.scratch)) + 1 + SOCKET_NAME_BYTES
+        if length > SOCKET_PATH_BYTES_MAX:
+            raise ProgramError(
+                f"sockets in {self.scratch} would have paths of {length} bytes, and"
+                f" {SOCKET_PATH_BYTES_MAX} is the most; set TMPDIR to a shorter one"
+            )
 
     def _command(self) -> list[str]:
         command = [

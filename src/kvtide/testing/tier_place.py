@@ -23,6 +23,8 @@ CAP_BYTES = 8 * MiB
 class TierPlace:
     """Makes the tier under test, and closes what a test leaves open."""
 
+    tier_type: ClassVar[type[Tier]]
+    """What `make_tier` makes."""
     queue_bytes_max: ClassVar[int] = 8 * MiB
     """Of stores that may wait in the tier which `make_tier` gives; it hands this on."""
     put_ms_max: ClassVar[int] = T_PUT_MS
@@ -107,4 +109,5 @@ class TierPlace:
     def _driven(self, tier: Tier) -> DrivenTier:
         driven = DrivenTier(tier, self.woken, self.wait_s)
         self._open.append(driven)
+        assert isinstance(tier, self.tier_type), f"{tier} is no {self.tier_type}"
         return driven
