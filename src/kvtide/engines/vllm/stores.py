@@ -105,6 +105,11 @@ class Stores:
         """Copies of requests that are gone are still to be planned."""
         return bool(self._left)
 
+    @property
+    def is_asking(self) -> bool:
+        """An offer has no answer yet."""
+        return bool(self._asking)
+
     # ---- what happens to requests
 
     def given_out(self, block_ids: Iterable[int]) -> None:
