@@ -135,13 +135,13 @@ class Machine:
         instance = self._presence.instance(connection)
         self._check_named(instance, lookup.root)
         checks.check_chain(lookup.keys, lookup.digests, instance.layout)
-        self.lookups.ask(instance, lookup, self._parts.now_ms)
+        self.lookups.ask(instance, lookup)
 
     def _probe(self, connection: int, probe: m.Probe) -> None:
         instance = self._presence.instance(connection)
         self._check_named(instance, probe.root)
         checks.check_chain(b"", probe.digests, instance.layout)
-        self.lookups.probe(instance, probe, self._parts.now_ms)
+        self.lookups.probe(instance, probe)
 
     def _check_named(self, instance: Instance, root: bytes) -> None:
         if not instance.names_root(root):
@@ -215,7 +215,7 @@ class Machine:
         self.promotions.expire()
         self.writes.write_before_eviction()
         for instance in self.instances.values():
-            self.lookups.expire(instance, self._parts.now_ms)
+            self.lookups.expire(instance)
             self._presence.watch_workers(instance)
         if self.regions.is_offer_due(self._parts.now_ms):
             self._presence.offer_regions()

@@ -234,14 +234,7 @@ class EngineSession:
             pid=os.getpid(),
             label=identity.label,
             worker_count=identity.worker_count,
-            may_load=identity.may_load,
-            may_store=identity.may_store,
             last_grant=self.last_grant,
-            settings={
-                shown.name: shown.value
-                for shown in self._config.effective()
-                if shown.owner == "node" and shown.source != "default"
-            },
         )
 
     def on_up(self, welcome: m.Welcome) -> None:

@@ -86,9 +86,9 @@ def moved(toys: Toys, engine: ToyEngine, prompt: list[int]) -> str:
         until("nothing protects it", toys.node.is_at_rest)
         toys.node.clear()
         (planned,) = worker._loads.values()
-        region, first_cell, _, generation = planned.job.runs[-1]
-        generations = worker._regions._mappings[region].region.generations
-        while generations[first_cell] == generation:
+        run = planned.job.runs[-1]
+        generations = worker._regions._mappings[run.region].region.generations
+        while generations[run.first_cell] == run.generation:
             other.generate(tokens(len(prompt)))
             toys.rest(other)
     return request_id

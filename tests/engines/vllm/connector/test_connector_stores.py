@@ -42,7 +42,7 @@ class Link:
     def grant(self) -> m.StoreAnswer:
         """The answer to the one question: yes."""
         (offer,) = [message for message in self.sent if isinstance(message, m.StoreOffer)]
-        return m.StoreAnswer(offer.number, [""], [GRANT], [(1, 0, 1, 5)], [3])
+        return m.StoreAnswer(offer.number, [""], [GRANT], [m.Run(1, 0, 1, 5)], [3])
 
 
 class Scene:
