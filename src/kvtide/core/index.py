@@ -112,17 +112,17 @@ class Entry:
         self.layout = layout
         self.used_ms = used_ms
         self.run = NO_RUN
-        self.children = 0
+        self.children = 0  # attached entries directly below, storing ones included
         self.kept = 0
         """For each tier a bit: it is there, as far as is known, or on its way there."""
-        self.pins = 0
+        self.pins = 0  # users that forbid eviction and keep its cells
         self.leases = 0
         """Its own leases, and the children that are leased: what keeps it from being evicted."""
-        self.tree: radix.Tree = None
-        self.storing: list[Entry] | None = None
+        self.tree: radix.Tree = None  # its children that are held
+        self.storing: list[Entry] | None = None  # its other children; None for none
         self.is_attached = True
-        self.is_copied = False
-        self.is_held = False
+        self.is_copied = False  # every shard's copy has succeeded
+        self.is_held = False  # copied, behind one that is held: it can be found
         self.in_heap = False
 
     @property

@@ -59,10 +59,10 @@ class Grant:
         self.since_ms = since_ms
         self.entry = entry
         self.engine_id = engine_id
-        self.waiting = waiting
+        self.waiting = waiting  # writers that have not answered
         self.is_loading = False
         """A tier is filling it; then it is of no engine, and waits for no worker."""
-        self.has_failed = False
+        self.has_failed = False  # its entry is detached, and will never be held
 
     @property
     def bytes(self) -> int:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NOTE_CHARS_MAX = 500
+"""Of a line about what a peer has said: no peer fills the log."""
 
 READING = (m.Lookup, m.Probe, m.LeaseRelease, m.LoadBegin, m.LoadEnd, m.Counts)
 """Messages after which no layout needs another region, so that it is not looked for."""
@@ -180,13 +181,13 @@ class Machine:
         self.lending.answered(message.grant, self._presence.worker(connection), message.ok)
 
     def _counts(self, connection: int, message: m.Counts) -> None:
-        counts = self._presence.instance(connection).counts
-        checks.check_counts(message.increments, counts)
-        for name, increment in message.increments.items():
+        instance, increments = self._presence.instance(connection), message.increments
+        counts = instance.counts
+        checks.check_counts(increments, counts)
+        for name, increment in increments.items():
             counts[name] = counts.get(name, 0) + increment
-        if took_us := message.increments.get("prefill_us", 0):
-            tokens = message.increments.get("prefill_tokens", 0)
-            self._presence.instance(connection).prefill.add(tokens, took_us / 1000)
+        if took_us := increments.get("prefill_us", 0):
+            instance.prefill.add(increments.get("prefill_tokens", 0), took_us / 1000)
 
     # ---- regions
 

@@ -69,7 +69,7 @@ class Presence:
         instance.is_scheduler_alive = True
         instance.connection = connection
         instance.since_ms = self._parts.now_ms
-        instance.facts_sent = False
+        instance.are_facts_sent = False
         self._speaks(connection, instance)
         if is_back:  # another scheduler can't know what the one before it planned
             self._parts.lending.lost_with_connection(instance.engine_id, hello.last_grant)
@@ -96,7 +96,7 @@ class Presence:
             raise WireError(f"rank {hello.rank} has become another shard")
         if worker is None:
             worker = instance.workers[hello.rank] = Worker(connection, hello)
-            instance.facts_sent = instance.is_identified = False
+            instance.are_facts_sent = instance.is_identified = False
         worker.connection = connection
         self._speaks(connection, worker)
         is_ours = hello.node == self._parts.config.node
@@ -148,8 +148,8 @@ class Presence:
         missing = instance.missing_ranks()
         if not missing:
             instance.missing_since_ms = None
-            if not instance.facts_sent:
-                instance.facts_sent = True
+            if not instance.are_facts_sent:
+                instance.are_facts_sent = True
                 workers = [instance.workers[rank] for rank in range(instance.hello.worker_count)]
                 facts = [worker.facts for worker in workers]
                 cell_bytes = instance.shard_cell_bytes()
@@ -157,7 +157,7 @@ class Presence:
         elif instance.missing_since_ms is None:
             instance.missing_since_ms = self._parts.now_ms
         elif self._parts.now_ms - instance.missing_since_ms >= START_MS_MAX and not instance.off:
-            instance.facts_sent = False  # when they come it is told anew, and may be on again
+            instance.are_facts_sent = False  # when they come it is told anew, and may be on again
             detail = f"no word from the workers of ranks {missing[:8]}"
             self._turn_off(instance, OffReason.WORKERS_DIFFER, detail)
 
@@ -251,7 +251,7 @@ class Presence:
             self._parts.lending.worker_holds(peer, set())
             self._parts.regions.worker_died(peer)
             del instance.workers[peer.rank]
-            instance.facts_sent = instance.is_identified = False
+            instance.are_facts_sent = instance.is_identified = False
             self.watch_workers(instance)
         else:
             self._scheduler_left(peer)

@@ -123,9 +123,13 @@ class Promotion:
         self.chunks = chunks
         """Whole chunks of the question up to there."""
         self.tier = 0
+        """The one that is asked, or loaded from, now."""
         self.todo: deque[Record] = deque()
+        """Found there, and not begun yet; in the order of the chain."""
         self.running: set[Entry] = set()
+        """On their way, loaded for this lookup or for one that it joined."""
         self.may_go_on = False
+        """A tier has more behind, which only block digests would tell."""
         self.began_ms = now_ms
         """When the loads of the present tier began."""
         self.is_loading = False
@@ -135,6 +139,7 @@ class Promotion:
         self.ends_ms: int | None = None
         """By when computing would have been quicker; None without clear evidence."""
         self.progress_ms = now_ms
+        """When something for it came last."""
         self.waits_for_memory = False
         """Nothing more can be loaded before memory that is on its way has come."""
         self.told_ms: int | None = None

@@ -281,6 +281,8 @@ def test_requests_with_one_prefix_load_it_once(
     before = toys.node.count("loaded_blocks")
     with held_loads(engine):
         ids = [engine.add(whole[:length]) for length in lengths]
+        while not scheduler_of(engine)._loads:
+            engine.step()
         for _ in range(10):
             engine.step()
         assert len(scheduler_of(engine)._loads) == 1, "a stampede"

@@ -142,7 +142,7 @@ class Long:
         self.stores.admitted(self.tracker)
         (offer,) = self.link.sent
         assert isinstance(offer, m.StoreOffer)
-        runs = [(1, 4 * chunk, 4, 5) for chunk in range(self.CHUNKS)]
+        runs = [m.Run(1, 4 * chunk, 4, 5) for chunk in range(self.CHUNKS)]
         grants = list(range(1, self.CHUNKS + 1))
         self.stores.answered(m.StoreAnswer(offer.number, [""] * self.CHUNKS, grants, runs, [3]))
 
