@@ -136,8 +136,6 @@ class SocketScheduler:
             pid=os.getpid(),
             label="benchmark",
             worker_count=1,
-            may_load=True,
-            may_store=True,
         )
         pidfd = os.pidfd_open(os.getpid())
         socket.send_fds(self._sock, [encode(hello, 1)], [pidfd])

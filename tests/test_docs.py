@@ -1,5 +1,6 @@
 """The pages that are made from the code say everything that is there."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,15 @@ def test_every_metric_is_explained() -> None:
                 if line.startswith(f"| `{metric.name}` | `{metric.labels[-1]}` |")
             ]
             assert all(f"`{value}`" in row for value in values)
+
+
+def test_names_of_metrics_end_with_their_unit() -> None:
+    """As Prometheus has it: the unit last, and `_total` behind it where the number only grows."""
+    for metric in METRICS:
+        name = metric.name.removesuffix("_total")
+        assert (metric.kind == "counter") == metric.name.endswith("_total"), metric.name
+        assert (metric.kind == "histogram") == name.endswith("_seconds"), metric.name
+        assert not re.search("_(bytes|seconds|tokens|blocks|records)_", name), metric.name
 
 
 def test_least_host_that_is_documented_is_the_one_that_is_asked_for() -> None:

@@ -23,6 +23,7 @@ from kvtide.core import messages as m
 from kvtide.core.effects import HostLimit, Received
 from kvtide.core.keys import salt_digest
 from kvtide.core.leases import LEASE_MS
+from kvtide.core.reasons import EvictCause
 from kvtide.units import KiB
 from tests.core.actor import Actor, Content, Load, Plan
 from tests.core.world import BLOCK_TOKENS, Engine, World, prompt
@@ -217,9 +218,9 @@ class NodeModel(RuleBasedStateMachine):
         answer = actor.offer(tokens, root=root)
         granted = [chunk for chunk, outcome in enumerate(answer.outcomes) if not outcome]
         for number, run, chunk in zip(answer.grants, answer.runs, granted, strict=True):
-            assert all(run[0] in mapped for mapped in actor.mapped), "granted, but not mapped"
+            assert all(run.region in mapped for mapped in actor.mapped), "granted, but not mapped"
             contents = actor.blocks(root, tokens, chunk)
-            assert len(contents) == run[2]
+            assert len(contents) == run.cell_count
             if not is_lost or which % 4:
                 actor.plans[number] = Plan(number, run, contents, answer.connections)
                 actor.last_grant = number
@@ -259,16 +260,14 @@ class NodeModel(RuleBasedStateMachine):
         self.write_one(actor, plan, sorted(plan.to_write)[rank % len(plan.to_write)], is_ok=is_ok)
 
     def write_one(self, actor: Actor, plan: Plan, rank: int, *, is_ok: bool) -> None:
-        region, first_cell, count, generation = plan.run
-        assert region in actor.mapped[rank], "written into memory that is not mapped"
-        for cell, content in zip(
-            range(first_cell, first_cell + count), plan.contents, strict=True
-        ):
-            assert self.world.generations[region, cell] == generation, (
-                "written into another's cell"
-            )
+        run = plan.run
+        assert run.region in actor.mapped[rank], "written into memory that is not mapped"
+        cells = range(run.first_cell, run.end_cell)
+        for cell, content in zip(cells, plan.contents, strict=True):
+            found = self.world.generations[run.region, cell]
+            assert found == run.generation, "written into another's cell"
             spoilt = (content[0], ()) if not is_ok else content
-            self.memory[region, cell, rank] = (generation, spoilt)
+            self.memory[run.region, cell, rank] = (run.generation, spoilt)
         if actor.worker_is_connected[rank]:
             plan.to_write.discard(rank)
             if is_ok:
@@ -322,18 +321,18 @@ class NodeModel(RuleBasedStateMachine):
         root, tokens, first_chunk = actor.asked.pop(match.number)
         whole = match.chunks
         contents = [
-            actor.blocks(root, tokens, first_chunk + chunk)[: run[2]]
+            actor.blocks(root, tokens, first_chunk + chunk)[: run.cell_count]
             for chunk, run in enumerate(match.runs)
         ]
         per_chunk = actor.chunk_tokens // BLOCK_TOKENS
         assert len(match.runs) == whole + (match.blocks > 0)
-        assert [run[2] for run in match.runs[:whole]] == [per_chunk] * whole
+        assert [run.cell_count for run in match.runs[:whole]] == [per_chunk] * whole
         if match.blocks:
-            assert match.runs[-1][2] == match.blocks
+            assert match.runs[-1].cell_count == match.blocks
         for run, blocks in zip(match.runs, contents, strict=True):
-            assert len(blocks) == run[2], "more blocks than were asked for"
+            assert len(blocks) == run.cell_count, "more blocks than were asked for"
             assert set(blocks) <= self.complete, "never stored, or cleared"
-            assert all(run[0] in mapped for mapped in actor.mapped), "matched, but not mapped"
+            assert all(run.region in mapped for mapped in actor.mapped), "matched, but not mapped"
             assert self.is_true(actor, run, blocks)
         if match.lease:
             actor.loads.append(Load(match.lease, match.runs, contents, self.world.now_ms))
@@ -346,13 +345,13 @@ class NodeModel(RuleBasedStateMachine):
 
     def is_true(self, actor: Actor, run: m.Run, blocks: list[Content]) -> bool:
         """Whether the cells have the run's generation; then they must hold these blocks."""
-        region, first_cell, _, generation = run
-        cells = range(first_cell, first_cell + len(blocks))
-        if any(self.world.generations[region, cell] != generation for cell in cells):
+        cells = range(run.first_cell, run.end_cell)
+        if any(self.world.generations[run.region, cell] != run.generation for cell in cells):
             return False
         for cell, block in zip(cells, blocks, strict=True):
             for shard in range(actor.shards):
-                assert self.memory[region, cell, shard] == (generation, block), "wrong bytes"
+                found = self.memory[run.region, cell, shard]
+                assert found == (run.generation, block), "wrong bytes"
         return True
 
     @rule(which=pick, load=pick, how=st.sampled_from(["release", "begin", "end"]))
@@ -449,8 +448,8 @@ class NodeModel(RuleBasedStateMachine):
 
     def settle(self) -> None:
         """Take in what the node has said since."""
-        if self.world.machine.lending.evicted["moved"] != self.moved:
-            self.moved = self.world.machine.lending.evicted["moved"]
+        if self.world.machine.lending.evicted[EvictCause.MOVED] != self.moved:
+            self.moved = self.world.machine.lending.evicted[EvictCause.MOVED]
             self.disturb()
         for actor in list(self.actors.values()):
             if not actor.is_connected:
@@ -481,7 +480,7 @@ class NodeModel(RuleBasedStateMachine):
         evictable = 0
         while (entry := machine.index.next_to_evict(machine.host.regions)) is not None:
             evictable += entry.blocks
-            machine.lending.evict(entry, "room")
+            machine.lending.evict(entry, EvictCause.ROOM)
         machine.check_integrity()
         assert not machine.index.entries
         assert self.world.lent_cells() == 0, evictable

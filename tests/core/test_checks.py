@@ -30,8 +30,6 @@ def hello(**changes: Any) -> Make:
         "pid": 1,
         "label": "",
         "worker_count": 1,
-        "may_load": True,
-        "may_store": True,
     }
     return lambda engine: m.SchedulerHello(**(fields | changes))
 
@@ -96,8 +94,6 @@ FIRST = {
     "too many workers": hello(worker_count=FAR),
     "a long label": hello(label=LONG),
     "a long version": hello(version=LONG),
-    "too many settings": hello(settings={str(i): "" for i in range(2_000)}),
-    "a long setting": hello(settings={"a": LONG}),
     "a worker's: no engine_id": worker(engine_id=""),
     "a worker's: a long engine_id": worker(engine_id=LONG),
     "a worker's: no incarnation": worker(incarnation=b""),

@@ -3,7 +3,7 @@
 import pytest
 
 from kvtide.core import messages as m
-from kvtide.core.estimate import CLEARLY, FADE, SAMPLES_MIN, TRY_EVERY, Choice, Rate
+from kvtide.core.estimate import KEPT_RATIO, SAMPLES_MIN, SLOWER_RATIO_MIN, TRY_EVERY, Choice, Rate
 from kvtide.core.tiering import TierPlan
 from tests.core.fake_tier import FakeTier
 from tests.core.world import CHUNK_BLOCKS, Engine, World, prompt
@@ -18,7 +18,7 @@ def rate(amount_per_ms: float, samples: int = SAMPLES_MIN) -> Rate:
 
 def choice(bytes_per_ms: float, samples: int = SAMPLES_MIN) -> Choice:
     made = Choice()
-    made.load_bytes = rate(bytes_per_ms, samples)
+    made.loading = rate(bytes_per_ms, samples)
     return made
 
 
@@ -36,28 +36,29 @@ def test_a_rate_forgets() -> None:
     made = rate(5, 100)
     for _ in range(100):
         made.add(500, 10)
-    assert made.ms_for(100) == pytest.approx(2, rel=2 * FADE**100)
+    assert made.ms_for(100) == pytest.approx(2, rel=2 * KEPT_RATIO**100)
 
 
 @pytest.mark.parametrize(
-    ("factor", "is_load"), [(0.1, True), (CLEARLY * 0.99, True), (CLEARLY * 1.01, False)]
+    ("factor", "is_load"),
+    [(0.1, True), (SLOWER_RATIO_MIN * 0.99, True), (SLOWER_RATIO_MIN * 1.01, False)],
 )
 def test_a_chain_is_left_alone_only_where_loading_is_clearly_slower(
     factor: float, is_load: bool
 ) -> None:
     """1,000 bytes a token, both at a token a millisecond, but for the factor."""
-    assert choice(1_000 / factor).is_load(100_000, 100, rate(1)) is is_load
+    assert choice(1_000 / factor).is_worth_loading(100_000, 100, rate(1)) is is_load
 
 
 @pytest.mark.parametrize("samples", [(SAMPLES_MIN - 1, 99), (99, SAMPLES_MIN - 1)])
 def test_without_evidence_it_is_loaded(samples: tuple[int, int]) -> None:
     slow = choice(1, samples[0])
-    assert slow.is_load(10**9, 1, rate(1_000, samples[1]))
+    assert slow.is_worth_loading(10**9, 1, rate(1_000, samples[1]))
 
 
 def test_now_and_then_one_is_loaded_to_measure_anew() -> None:
     slow = choice(1)
-    outcomes = [slow.is_load(10**9, 1, rate(1_000)) for _ in range(2 * TRY_EVERY)]
+    outcomes = [slow.is_worth_loading(10**9, 1, rate(1_000)) for _ in range(2 * TRY_EVERY)]
     assert outcomes.count(True) == 2
 
 

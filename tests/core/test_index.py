@@ -10,6 +10,7 @@ from kvtide.core import index as index_module
 from kvtide.core.index import Entry, Index, Root
 from kvtide.core.keys import INNER_DIGEST_BYTES
 from kvtide.core.layout import KVLayout
+from kvtide.core.messages import Run
 
 LAYOUT = KVLayout(2, 8, (4096,))
 
@@ -42,7 +43,7 @@ class Shelf:
         parent = self.index.find(self.key(parent_word)) if parent_word else self.root
         assert parent is not None
         entry = Entry(self.key(word), self.short(word), parent, LAYOUT, now_ms)
-        entry.run = (region, 0, entry.blocks, 1)
+        entry.run = Run(region, 0, entry.blocks, 1)
         self.index.attach_storing(entry)
         self.index.check_integrity()
         return entry
@@ -287,7 +288,7 @@ def test_a_detached_entry_is_freed_without_the_collector(shelf: Shelf) -> None:
     gc.disable()
     try:
         parent = Watched(shelf.key("tide"), shelf.short("tide"), shelf.root, LAYOUT, 0)
-        parent.run = (1, 0, 4, 1)
+        parent.run = Run(1, 0, 4, 1)
         shelf.index.attach_storing(parent)
         shelf.copied(parent)
         shelf.held("tidewa")

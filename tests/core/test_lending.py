@@ -38,7 +38,7 @@ def test_a_grant_names_one_run_for_all_shards_and_the_writers_connections(world:
     engine = engine_of(world, workers=2)
     answer = engine.offer(prompt(1, 2, blocks=1))
     assert answer.outcomes == ["", ""]
-    assert [run[2] for run in answer.runs] == [4, 1]
+    assert [run.cell_count for run in answer.runs] == [4, 1]
     assert answer.connections == engine.workers
 
 
@@ -49,9 +49,9 @@ def test_generations_are_raised_before_the_grant_is_told(world: World) -> None:
     answer = engine.offer(prompt(1, 2))
     kinds = [type(effect).__name__ for effect in world.log[before:]]
     assert kinds == ["SetGenerations", "SetGenerations", "Send"]
-    for region, first_cell, count, generation in answer.runs:
-        for cell in range(first_cell, first_cell + count):
-            assert world.generations[region, cell] == generation
+    for run in answer.runs:
+        for cell in range(run.first_cell, run.end_cell):
+            assert world.generations[run.region, cell] == run.generation
 
 
 def test_a_chunk_is_visible_only_when_every_writer_has_answered(world: World) -> None:
@@ -361,9 +361,9 @@ def test_a_check_sees_a_cell_that_is_lent_twice(world: World) -> None:
     engine.store(prompt(2, blocks=1))
     long, short = world.machine.index.entries.values()
     entries = world.machine.host.regions[100].entries
-    del entries[short.run[1]]
-    short.run = (100, long.run[1] + 1, 1, 9)
-    entries[short.run[1]] = short
+    del entries[short.run.first_cell]
+    short.run = m.Run(100, long.run.first_cell + 1, 1, 9)
+    entries[short.run.first_cell] = short
     with pytest.raises(AssertionError, match="lent twice"):
         world.machine.check_integrity()
 

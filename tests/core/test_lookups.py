@@ -34,8 +34,8 @@ def test_a_match_names_the_runs_of_its_chunks_and_of_its_last_blocks(
     match = engine.lookup(prompt(1, 2, blocks=2))
     assert isinstance(match, m.Match)
     assert (match.chunks, match.blocks) == (1, 2)
-    region, first_cell, _, generation = stored.runs[1]
-    assert match.runs == [stored.runs[0], (region, first_cell, 2, generation)]
+    whole, tail = stored.runs
+    assert match.runs == [whole, tail._replace(cell_count=2)]
 
 
 def test_a_lookup_is_at_most_two_messages(world: World, engine: Engine) -> None:
@@ -166,7 +166,7 @@ def test_after_t_load_a_match_ends_before_what_is_not_mapped(world: World, engin
     world.tick(after_ms=1)
     match = late.last(m.Match)
     assert (match.number, match.chunks, match.probe) == (late.number, 2, False)
-    assert {run[0] for run in match.runs} == {first}
+    assert {run.region for run in match.runs} == {first}
     assert world.machine.counts["lookups.not_mapped"] == 1
     assert late.blocks_held(prompt(1, 2, 3)) == 8, "no waiting any more"
 
@@ -189,7 +189,7 @@ def test_regions_are_offered_most_recently_hit_first(world: World, engine: Engin
         assert engine.blocks_held(prompt(part)) == 4
     late = late_engine(world)
     hit = [engine.lookup(prompt(part)) for part in (5, 13, 1, 9)]
-    wanted = [match.runs[0][0] for match in hit if isinstance(match, m.Match)]
+    wanted = [match.runs[0].region for match in hit if isinstance(match, m.Match)]
     assert [offer.region for offer in world.offered[late.workers[0]]] == wanted
 
 

@@ -2,7 +2,7 @@
 
 from kvtide.core.chain import Chain
 from kvtide.core.lending import HELD
-from kvtide.core.messages import StoreAnswer, StoreOffer
+from kvtide.core.messages import Run, StoreAnswer, StoreOffer
 from kvtide.core.plan import PLANNED, RETRY_MS, StorePlan, cut_runs, usable_blocks
 from kvtide.core.reasons import DropReason
 
@@ -25,7 +25,7 @@ def ask(store: StorePlan, tokens: int, *, tail: bool = False, now_ms: int = 0) -
 def answer(store: StorePlan, offer: StoreOffer, *outcomes: str, now_ms: int = 0) -> None:
     """The node answers; grants are numbered from 10 on."""
     granted = [len(d) // 16 for d, o in zip(offer.digests, outcomes, strict=True) if not o]
-    runs = [(1, 9 * i, blocks, 5) for i, blocks in enumerate(granted)]
+    runs = [Run(1, 9 * i, blocks, 5) for i, blocks in enumerate(granted)]
     grants = [10 + i for i in range(len(granted))]
     reply = StoreAnswer(offer.number, list(outcomes), grants, runs, [7])
     assert store.answered(reply, now_ms)
@@ -36,8 +36,9 @@ def test_one_token_is_left_to_compute() -> None:
 
 
 def test_runs_are_cut_where_the_load_begins_and_ends() -> None:
-    runs = [(1, 0, 3, 5), (2, 30, 3, 6), (1, 60, 2, 7)]
-    assert cut_runs(runs, PER_CHUNK, 2, 7) == [(1, 2, 1, 5), (2, 30, 3, 6), (1, 60, 1, 7)]
+    runs = [Run(1, 0, 3, 5), Run(2, 30, 3, 6), Run(1, 60, 2, 7)]
+    cut = [Run(1, 2, 1, 5), Run(2, 30, 3, 6), Run(1, 60, 1, 7)]
+    assert cut_runs(runs, PER_CHUNK, 2, 7) == cut
     assert cut_runs(runs, PER_CHUNK, 3, 3) == []
 
 
@@ -71,7 +72,7 @@ def test_an_answer_to_a_question_that_was_withdrawn_is_not_taken() -> None:
     store = plan(CHUNK)
     offer = ask(store, CHUNK)
     store.withdraw()
-    assert not store.answered(StoreAnswer(offer.number, [""], [10], [(1, 0, 3, 5)], [7]), 0)
+    assert not store.answered(StoreAnswer(offer.number, [""], [10], [Run(1, 0, 3, 5)], [7]), 0)
     assert not store.is_waiting
 
 

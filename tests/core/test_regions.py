@@ -201,7 +201,7 @@ def test_fresh_stores_are_worth_as_much_as_hits(world: World) -> None:
     world.now_ms += 10
     assert first.blocks_held(prompt(1)) == 4
     world.now_ms += 10
-    newest = first.store(prompt(17)).runs[0][0]
+    newest = first.store(prompt(17)).runs[0].region
     world.give(HostLimit(3 * REGION_BYTES))
     assert newest in regions_of(world)
     assert first.blocks_held(prompt(17)) == 4
@@ -336,7 +336,7 @@ def test_nothing_leaves_while_it_is_leased_or_read(world: World) -> None:
     engine.store(prompt(1, 20))
     match = engine.lookup(prompt(1, 20), keeps=True)
     assert isinstance(match, m.Match)
-    first, last = (run[0] for run in match.runs)
+    first, last = (run.region for run in match.runs)
     assert first != last
     engine.say(m.LoadBegin(match.lease))
     world.machine.host.regions[first].used_ms = 0
@@ -373,7 +373,7 @@ def test_cells_of_a_region_that_leaves_are_not_lent(world: World) -> None:
     engine.leaves = False
     world.give(HostLimit(3 * REGION_BYTES))
     region = world.inbox[engine.workers[0]][-1].region
-    lent_in = {engine.store(prompt(part)).runs[0][0] for part in range(30, 60)}
+    lent_in = {engine.store(prompt(part)).runs[0].region for part in range(30, 60)}
     assert region not in lent_in
 
 

@@ -8,7 +8,7 @@ from kvtide.core import lending as lending_module
 from kvtide.core import messages as m
 from kvtide.core.host import MAP_MS_MAX
 from kvtide.core.lending import HELD
-from kvtide.core.reasons import DropReason
+from kvtide.core.reasons import DropReason, EvictCause
 from kvtide.units import KiB
 from tests.core.test_lending import at_rest, engine_of
 from tests.core.world import Engine, World, prompt
@@ -39,7 +39,7 @@ def test_a_full_host_evicts_what_was_used_longest_ago() -> None:
     world.now_ms += 10
     assert engine.store(prompt(17)).outcomes == [""]
     assert [engine.blocks_held(prompt(part)) for part in (1, 2, 3, 17)] == [4, 0, 4, 4]
-    assert world.machine.lending.evicted["room"] == 1
+    assert world.machine.lending.evicted[EvictCause.ROOM] == 1
 
 
 def test_what_is_evicted_is_a_leaf() -> None:
@@ -88,7 +88,7 @@ def test_no_more_than_a_few_entries_are_evicted_for_one_run(
     for rank in range(0, 64, 4):
         engine.lookup(prompt(rank + 1, blocks=1), keeps=True)  # one tail of each slot is leased
     assert engine.offer(prompt(99)).outcomes == [DropReason.NO_MEMORY]
-    assert world.machine.lending.evicted["room"] == 3
+    assert world.machine.lending.evicted[EvictCause.ROOM] == 3
 
 
 def test_nothing_is_evicted_while_fresh_memory_is_on_its_way() -> None:
@@ -155,7 +155,7 @@ def test_older_leaves_that_an_engine_cannot_use_are_in_nobodys_way() -> None:
         world.now_ms += 10
         assert engine.blocks_held(prompt(part)) == 4, "the first region's are the youngest"
     for region in world.machine.host.regions:
-        if region != first.runs[0][0]:
+        if region != first.runs[0].region:
             late.mapped[0].discard(region)
             late.maps = False
             late.tell(0, m.RegionLeft(region))

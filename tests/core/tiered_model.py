@@ -74,26 +74,28 @@ class TieredNodeModel(NodeModel):
 
     def read(self, job: StoreTo) -> list[list[Content]]:
         """What the tier reads from the cells: still that which was there when it was asked."""
-        region, first_cell, count, generation = job.run
+        run = job.run
         shards = []
         for shard in range(job.record.layout.shard_count):
-            written = [
-                self.memory[region, cell, shard] for cell in range(first_cell, first_cell + count)
-            ]
-            assert {found for found, _ in written} == {generation}, "changed under the tier's eyes"
+            cells = range(run.first_cell, run.end_cell)
+            written = [self.memory[run.region, cell, shard] for cell in cells]
+            generations = {found for found, _ in written}
+            assert generations == {run.generation}, "changed under the tier's eyes"
             shards.append([content for _, content in written])
         return shards
 
     def fill(self, job: LoadFrom, *, is_good: bool) -> None:
         """What the tier writes into the cells: a failed load spoils them."""
-        region, first_cell, count, generation = job.run
-        for cell in range(first_cell, first_cell + count):
-            assert self.world.generations[region, cell] == generation, "lent to somebody else"
+        run = job.run
+        cells = range(run.first_cell, run.end_cell)
+        for cell in cells:
+            found = self.world.generations[run.region, cell]
+            assert found == run.generation, "lent to somebody else"
         for shard in range(job.record.layout.shard_count):
-            for block in range(count):
+            for block, cell in enumerate(cells):
                 spoilt: Content = (job.record.root.key, ())
                 content = self.payloads[job.record.key][shard][block] if is_good else spoilt
-                self.memory[region, first_cell + block, shard] = (generation, content)
+                self.memory[run.region, cell, shard] = (run.generation, content)
 
     def teardown(self) -> None:
         """The tier lets go too."""

@@ -150,11 +150,12 @@ class World:
                 assert not self._mapped_anywhere(region), "freed under a worker's feet"
                 self.freed.append(region)
                 del self.made[region]
-            case SetGenerations(region, first_cell, count, generation):
-                for cell in range(first_cell, first_cell + count):
-                    assert cell < self.made[region].cell_count, (region, cell)
-                    assert self.generations.get((region, cell), 0) < generation, "not raised"
-                    self.generations[region, cell] = generation
+            case SetGenerations(run):
+                assert run.end_cell <= self.made[run.region].cell_count, run
+                for cell in range(run.first_cell, run.end_cell):
+                    before = self.generations.get((run.region, cell), 0)
+                    assert before < run.generation, "not raised"
+                    self.generations[run.region, cell] = run.generation
             case AskTier() | LoadFrom() | StoreTo():
                 return self.tiers[effect.tier].carry_out(effect)
             case ClearTiers():
@@ -276,8 +277,6 @@ class Engine:
             "pid": 1000,
             "label": "an engine",
             "worker_count": len(self.workers),
-            "may_load": True,
-            "may_store": True,
         }
         return self.say(m.SchedulerHello(**(hello | changes)))
 

@@ -71,7 +71,8 @@ def broken_node(node: NodeProcess, patch: str) -> Iterator[subprocess.Popen[byte
         "assert False, 'a belief'",
         "raise KeyError('a surprise')",
         "self._effects.append(machine.Close); return [None.nothing]",
-        "from kvtide.core.effects import SetGenerations; return [SetGenerations(99, 0, 1, 1)]",
+        "from kvtide.core import effects as fx, messages as m;"
+        " return [fx.SetGenerations(m.Run(99, 0, 1, 1))]",
     ],
     ids=["assertion", "surprise", "nonsense", "impossible effect"],
 )

@@ -12,6 +12,7 @@ import pytest
 
 from kvtide import config
 from kvtide.clock import MonotonicClock
+from kvtide.core import messages as m
 from kvtide.core.layout import KVLayout
 from kvtide.node import build, runtime
 from kvtide.node.memory import RegionFiles, allocate
@@ -71,7 +72,7 @@ def test_a_node_ends_in_order_while_a_tier_still_has_cells(tmp_path: Path) -> No
         files = allocate(1, KVLayout(16, 16, (4096,)), 16)
         assert isinstance(files, RegionFiles)
         node._memory.add(1, files)
-        cells = node._memory.cells((1, 0, 1, 1))
+        cells = node._memory.cells(m.Run(1, 0, 1, 1))
         node.stop("the test is over", on_purpose=True)
         assert await node.run() == 0
         assert all(len(cell) == 4096 for cell in cells)

@@ -5,7 +5,7 @@ from kvtide.core import messages as m
 KEY, DIGEST = bytes(range(32)), bytes(range(16))
 
 EXAMPLES: tuple[m.Message, ...] = (
-    m.SchedulerHello(1, "0.1.0", "engine", b"life", 42, "a label", 2, True, False, 7, {"a": "b"}),
+    m.SchedulerHello(1, "0.1.0", "engine", b"life", 42, "a label", 2, 7),
     m.Identity(KEY, DIGEST, {"dtype": "bf16"}, 16, 256, [4096, 8192], 2048, "", ""),
     m.RegisterRoot(KEY, b"epoch", KEY),
     m.Lookup(1, KEY, KEY + KEY, DIGEST),
@@ -29,13 +29,13 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Command("clear", {"salt_digest": ""}),
     m.Welcome(5, b"node", 44, 1 << 34, {"linger_s": "600"}),
     m.Refused("wire_version", "the node speaks version 1"),
-    m.Workers([{"rank": 0}], [4096], []),
+    m.Workers([{"rank": 0}], [4096]),
     m.Serving("host_too_small", "needs more"),
     m.RegionOffer(6, 64, 4096),
     m.RegionLeave(7),
-    m.Match(8, 1, 2, [(1, 2, 3, 4), (5, 6, 7, 1 << 50)], 9, True),
+    m.Match(8, 1, 2, [m.Run(1, 2, 3, 4), m.Run(5, 6, 7, 1 << 50)], 9, True),
     m.Pending(10),
-    m.StoreAnswer(11, ["", "held", "no_memory"], [12], [(1, 2, 3, 4)], [5]),
+    m.StoreAnswer(11, ["", "held", "no_memory"], [12], [m.Run(1, 2, 3, 4)], [5]),
     m.Stopping(True),
     m.CommandAnswer({"entries": 3}, ""),
 )
@@ -43,10 +43,9 @@ EXAMPLES: tuple[m.Message, ...] = (
 GOLDEN = {
     "version": "1",
     "SchedulerHello": (
-        "9200000000018bac776972655f76657273696f6e01a776657273696f6ea5302e312e30a9656e6769"
+        "6f000000000188ac776972655f76657273696f6e01a776657273696f6ea5302e312e30a9656e6769"
         "6e655f6964a6656e67696e65ab696e6361726e6174696f6ec4046c696665a37069642aa56c616265"
-        "6ca761206c6162656cac776f726b65725f636f756e7402a86d61795f6c6f6164c3a96d61795f7374"
-        "6f7265c2aa6c6173745f6772616e7407a873657474696e677381a161a162"
+        "6ca761206c6162656cac776f726b65725f636f756e7402aa6c6173745f6772616e7407"
     ),
     "Identity": (
         "b5000000010089ab66696e6765727072696e74c420000102030405060708090a0b0c0d0e0f101112"
@@ -110,10 +109,7 @@ GOLDEN = {
         "38000000150082a6726561736f6eac776972655f76657273696f6ea664657461696cb9746865206e"
         "6f646520737065616b732076657273696f6e2031"
     ),
-    "Workers": (
-        "29000000160083a566616374739181a472616e6b00aa63656c6c5f627974657391cd1000a76d6973"
-        "73696e6790"
-    ),
+    "Workers": ("20000000160082a566616374739181a472616e6b00aa63656c6c5f627974657391cd1000"),
     "Serving": (
         "33000000170082aa6f66665f726561736f6eae686f73745f746f6f5f736d616c6caa6f66665f6465"
         "7461696caa6e65656473206d6f7265"

@@ -3,8 +3,10 @@
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import pytest
 
 from kvtide.core import messages as m
 from kvtide.wire.link import Link
@@ -70,6 +72,23 @@ class Owner:
 
     def on_pulse(self) -> None:
         self._note("pulse", time.monotonic())
+
+
+MakeLink = Callable[[Owner, Places], Link]
+
+
+@pytest.fixture
+def make_link() -> Iterator[MakeLink]:
+    """Makes started links; all are closed at the end."""
+    made: list[Link] = []
+
+    def make(owner: Owner, places: Places) -> Link:
+        made.append(owner.link(places))
+        return made[-1]
+
+    yield make
+    for link in made:
+        link.close(5)
 
 
 def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = WAIT_S_MAX) -> None:

@@ -96,8 +96,6 @@ def scheduler_hello(engine_id: str = "raw", **changes: Any) -> m.SchedulerHello:
         "pid": os.getpid(),
         "label": "a raw peer",
         "worker_count": 1,
-        "may_load": True,
-        "may_store": True,
     }
     return m.SchedulerHello(**(fields | changes))
 

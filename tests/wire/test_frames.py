@@ -23,7 +23,7 @@ DESCRIPTORS = {m.SchedulerHello: 1, m.WorkerHello: 1, m.Welcome: 1, m.RegionOffe
 
 Integers = st.integers(-(2**63), 2**64 - 1)
 Text = st.text(max_size=20)
-Runs = st.tuples(Integers, Integers, Integers, Integers)
+Runs = st.builds(m.Run, Integers, Integers, Integers, Integers)
 Plain = st.recursive(
     st.none() | st.booleans() | Integers | Text | st.binary(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(Text, inner, max_size=3),

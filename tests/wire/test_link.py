@@ -6,7 +6,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,31 +15,17 @@ import pytest
 from kvtide.core import messages as m
 from kvtide.testing.node_process import NodeProcess
 from kvtide.wire import link as link_module
+from kvtide.wire.breaker import SILENT_PINGS_MAX, SILENT_QUESTIONS_MAX
 from kvtide.wire.command import ask
 from kvtide.wire.frames import encode
-from kvtide.wire.link import SILENT_PINGS_MAX, SILENT_QUESTIONS_MAX, Link
+from kvtide.wire.link import Link
 from kvtide.wire.places import Places
 from tests.node.fixtures import StartNode
-from tests.wire.link_owner import Owner, wait_until
-
-MakeLink = Callable[[Owner, Places], Link]
+from tests.wire.link_owner import MakeLink, Owner, wait_until
+from tests.wire.raw import worker_hello
 
 NEVER_BLOCKS_S = 0.5
 """A call that does not wait takes microseconds; on a busy machine it may be held up."""
-
-
-@pytest.fixture
-def make_link() -> Iterator[MakeLink]:
-    """Makes started links; all are closed at the end."""
-    made: list[Link] = []
-
-    def make(owner: Owner, places: Places) -> Link:
-        made.append(owner.link(places))
-        return made[-1]
-
-    yield make
-    for link in made:
-        link.close(5)
 
 
 def test_comes_up_and_speaks(running_node: NodeProcess, make_link: MakeLink) -> None:
@@ -370,8 +355,11 @@ def test_stopped_node_with_a_full_queue_is_not_absent(
 def test_hello_larger_than_the_sockets_room_arrives(
     running_node: NodeProcess, make_link: MakeLink
 ) -> None:
-    settings = {str(number): "x" * 4_000 for number in range(900)}
-    owner = Owner(settings=settings)
+    class Large(Owner):
+        def hello(self) -> m.Message:
+            return worker_hello(facts={"x": "y" * (3 << 20)})
+
+    owner = Large()
     make_link(owner, running_node.places)
     owner.wait("up")
 

@@ -1,5 +1,6 @@
 """The node's side of the socket, from outside: what one peer does costs that peer alone."""
 
+import asyncio
 import os
 import resource
 import signal
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from kvtide.units import MiB
 from kvtide.wire import frames
 from kvtide.wire.command import ask
 from kvtide.wire.frames import encode
+from kvtide.wire.places import Places
+from kvtide.wire.server import Connection, Server
 from tests.node.fixtures import StartNode
 from tests.wire.raw import RawPeer, descriptor_count, scheduler_hello, worker_hello
 
@@ -127,6 +130,81 @@ with socket.socket(socket.AF_UNIX) as sock:
     assert done.stdout.strip() == "b''"
     assert "of user 65534 was refused a connection" in running_node.log()
     assert running_node.status()["node"]["pid"] == running_node.pid
+
+
+@pytest.mark.parametrize(
+    ("fault", "count"),
+    [
+        (m.Stored(1, True), 0),
+        (scheduler_hello("another"), 1),
+        (m.Welcome(1, b"node", 1, 1), 1),
+        (m.Command("x"), 0),
+    ],
+    ids=["of the other role", "a second hello", "of the node", "a command"],
+)
+@pytest.mark.parametrize(
+    "gap_bytes", [0, frames.RECEIVE_BYTES], ids=["read with it", "not read yet"]
+)
+def test_good_bye_behind_what_costs_the_connection_is_heard(
+    running_node: NodeProcess, fault: m.Message, count: int, gap_bytes: int
+) -> None:
+    """Its process lives on and believes it said, so nothing else would tell that it has gone."""
+    gap = encode(m.Pong()) * (gap_bytes // PONG_BYTES)
+    with RawPeer(running_node.places) as peer:
+        peer.hello(scheduler_hello())
+        assert isinstance(peer.receive(), m.Welcome)
+        running_node.signal(signal.SIGSTOP)
+        pidfd = os.pidfd_open(os.getpid())
+        peer.send_bytes(encode(fault, count) + gap + encode(m.Bye()), [pidfd] * count)
+        os.close(pidfd)
+        running_node.signal(signal.SIGCONT)
+        assert peer.is_closed()
+        wait_until(lambda: not running_node.status()["engines"], "it is still known")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [m.Command("x" * (3 << 20)), m.CommandAnswer({"number": 1 << 64})],
+    ids=["not taken", "not to be written"],
+)
+def test_good_bye_behind_a_question_whose_answer_costs_the_connection_is_heard(
+    runtime_dir: Path, answer: m.Message
+) -> None:
+    """The connection ends while something is sent to it, which may be at any moment."""
+    heard: list[m.Message] = []
+
+    async def live() -> None:
+        is_heard, closed = asyncio.Event(), asyncio.Event()
+
+        def on_message(connection: Connection, message: m.Message, _: list[int]) -> None:
+            heard.append(message)
+            if message == m.Bye():
+                is_heard.set()
+            else:
+                server.send(connection.number, answer)
+
+        server = Server(on_message, lambda _: closed.set(), lambda _: None)
+        server.listen(Places(runtime_dir).socket)
+        with closing(server), RawPeer(Places(runtime_dir)) as peer:
+            peer.send_bytes(encode(m.Ping()) * 100 + encode(m.Bye()))
+            async with asyncio.timeout(20):
+                await closed.wait()
+                await is_heard.wait()
+
+    asyncio.run(live())
+    assert len(heard) < 101, "questions behind the end are not answered"
+
+
+def test_nothing_behind_what_cannot_be_read_is_believed(running_node: NodeProcess) -> None:
+    """A good-bye lends out what its sender was lent: whoever may be alive must not lose it so."""
+    with RawPeer(running_node.places) as peer:
+        peer.hello(scheduler_hello())
+        assert isinstance(peer.receive(), m.Welcome)
+        unreadable = bytearray(encode(m.Stored(1, True)))
+        unreadable[6] = 0xC1
+        peer.send_bytes(bytes(unreadable) + encode(m.Bye()))
+        assert peer.is_closed()
+    assert [engine["engine_id"] for engine in running_node.status()["engines"]] == ["raw"]
 
 
 def test_nothing_behind_the_last_words_is_heard(running_node: NodeProcess) -> None:

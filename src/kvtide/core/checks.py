@@ -23,7 +23,7 @@ TEXT_CHARS_MAX = 4096
 RANDOM_BYTES_MAX = 64
 """An incarnation, an epoch, a digest of a salt."""
 FIELDS_MAX = 1024
-"""Of a fingerprint, or settings: several times what an engine has; kept while it lives."""
+"""Of a fingerprint: several times what an engine has; kept while it lives."""
 COUNT_NAMES_MAX = 256
 """Names of counters that an engine may send."""
 
@@ -43,7 +43,6 @@ def check_scheduler(hello: m.SchedulerHello) -> None:
     _check_process(hello.engine_id, hello.incarnation)
     _check_text("version", hello.version, NAME_CHARS_MAX)
     _check_text("label", hello.label, TEXT_CHARS_MAX)
-    _check_fields("settings", hello.settings)
     if not 0 < hello.worker_count <= WORKERS_MAX:
         raise WireError(f"an engine of {hello.worker_count} workers; 1 to {WORKERS_MAX} are taken")
 
@@ -74,7 +73,7 @@ def _check_process(engine_id: str, incarnation: bytes) -> None:
 def check_identity(identity: m.Identity) -> KVLayout | None:
     """The layout that an identity names; None where it says that the engine is off."""
     _check_text("off_detail", identity.off_detail, TEXT_CHARS_MAX)
-    _check_fields("fields", identity.fields)
+    _check_fields(identity.fields)
     if identity.off_reason and len(identity.fingerprint) not in (0, KEY_BYTES):
         raise WireError(
             f"a fingerprint of {len(identity.fingerprint)} bytes; it has {KEY_BYTES}, or none"
@@ -191,9 +190,9 @@ def _check_text(what: str, text: str, chars_max: int) -> None:
         raise WireError(f"{what} of {len(text)} characters; at most {chars_max} are taken")
 
 
-def _check_fields(what: str, fields: dict[str, str]) -> None:
+def _check_fields(fields: dict[str, str]) -> None:
     if len(fields) > FIELDS_MAX:
-        raise WireError(f"{len(fields)} {what}; at most {FIELDS_MAX} are taken")
+        raise WireError(f"{len(fields)} fields; at most {FIELDS_MAX} are taken")
     for name, value in fields.items():
-        _check_text(f"a name in {what}", name, NAME_CHARS_MAX)
-        _check_text(f"a value in {what}", value, TEXT_CHARS_MAX)
+        _check_text("a field's name", name, NAME_CHARS_MAX)
+        _check_text("a field's value", value, TEXT_CHARS_MAX)

@@ -151,12 +151,9 @@ class FreeRegion:
 
 @dataclass(frozen=True, slots=True)
 class SetGenerations:
-    """Write the generation of a run of cells; done before any later effect."""
+    """Write the generation of a run into all its cells; done before any later effect."""
 
-    region: int
-    first_cell: int
-    count: int
-    generation: int
+    run: Run
 
 
 @dataclass(frozen=True, slots=True)

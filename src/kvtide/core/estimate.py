@@ -12,16 +12,16 @@ it pays as a whole or not at all.
 
 SAMPLES_MIN = 8
 """Fewer measurements are no evidence."""
-CLEARLY = 2.0
+SLOWER_RATIO_MIN = 2.0
 """Loading must look this many times slower than computing before it is left alone."""
 TRY_EVERY = 16
 """Of the chains that would be left alone, one in so many is loaded, to measure anew."""
-FADE = 1 - 1 / 16
+KEPT_RATIO = 1 - 1 / 16
 """What a rate still counts after one more measurement."""
 
 
 class Rate:
-    """An amount per millisecond."""
+    """An amount per millisecond: bytes loaded, tokens computed."""
 
     __slots__ = ("_amount", "_ms", "samples")
 
@@ -31,13 +31,13 @@ class Rate:
         self._ms = 0.0
 
     def add(self, amount: float, ms: float) -> None:
-        """One measurement."""
+        """One measurement: so much in so many milliseconds."""
         self.samples += 1
-        self._amount = self._amount * FADE + amount
-        self._ms = self._ms * FADE + ms
+        self._amount = self._amount * KEPT_RATIO + amount
+        self._ms = self._ms * KEPT_RATIO + ms
 
     def ms_for(self, amount: float) -> float | None:
-        """How long so much takes; None without evidence."""
+        """How many milliseconds so much takes; None without evidence."""
         if self.samples < SAMPLES_MIN or not self._amount:
             return None
         return amount * self._ms / self._amount
@@ -46,18 +46,18 @@ class Rate:
 class Choice:
     """The choice between loading and computing, for one tier."""
 
-    __slots__ = ("_left_alone", "load_bytes")
+    __slots__ = ("_left_alone", "loading")
 
     def __init__(self) -> None:
-        self.load_bytes = Rate()
-        """Of chains loaded from the tier."""
+        self.loading = Rate()
+        """Bytes of chains that were loaded from the tier."""
         self._left_alone = 0
 
-    def is_load(self, size_bytes: int, tokens: int, prefill_tokens: Rate) -> bool:
+    def is_worth_loading(self, size_bytes: int, tokens: int, prefill: Rate) -> bool:
         """Whether a chain of this size, which spares so many tokens, is to be loaded."""
-        load_ms = self.load_bytes.ms_for(size_bytes)
-        compute_ms = prefill_tokens.ms_for(tokens)
-        if load_ms is None or compute_ms is None or load_ms <= CLEARLY * compute_ms:
+        load_ms = self.loading.ms_for(size_bytes)
+        compute_ms = prefill.ms_for(tokens)
+        if load_ms is None or compute_ms is None or load_ms <= SLOWER_RATIO_MIN * compute_ms:
             return True
         self._left_alone += 1
         return self._left_alone % TRY_EVERY == 0

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 REGIONS_PER_HOST = 32
 """A region is this part of the host: small enough to move, large enough to be few."""
 REGION_SLOTS_MIN = 4
+"""However large its chunks: a region of fewer would be lent whole to one prompt."""
 REGION_BYTES_MAX = 1 * GiB
+"""However large the host: a worker maps one in tenths of a second, and it can be moved."""
 LAYOUT_REGIONS_MIN = 4
 """A layout of which the host cannot hold this many regions is off."""
 MAP_MS_MAX = T_LOAD_MS

@@ -19,16 +19,15 @@ Links run both ways (parent ⇄ tree), so detaching cuts them: the collector is 
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from kvtide.core import radix
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.core.layout import KVLayout
+from kvtide.core.messages import Run
 from kvtide.core.records import RootName
 
-if TYPE_CHECKING:
-    from kvtide.core.messages import Run
-
+NO_RUN = Run(0, 0, 0, 0)
+"""Of an entry that has no cells yet."""
 IDLE_ROOTS_MAX = 1 << 16
 """Roots kept without looking whether anybody needs them."""
 FRESHENED_MAX = 1_000
@@ -112,18 +111,18 @@ class Entry:
         self.root: Root = parent.root
         self.layout = layout
         self.used_ms = used_ms
-        self.run: Run = (0, 0, 0, 0)
-        self.children = 0
+        self.run = NO_RUN
+        self.children = 0  # attached entries directly below, storing ones included
         self.kept = 0
         """For each tier a bit: it is there, as far as is known, or on its way there."""
-        self.pins = 0
+        self.pins = 0  # users that forbid eviction and keep its cells
         self.leases = 0
         """Its own leases, and the children that are leased: what keeps it from being evicted."""
-        self.tree: radix.Tree = None
-        self.storing: list[Entry] | None = None
+        self.tree: radix.Tree = None  # its children that are held
+        self.storing: list[Entry] | None = None  # its other children; None for none
         self.is_attached = True
-        self.is_copied = False
-        self.is_held = False
+        self.is_copied = False  # every shard's copy has succeeded
+        self.is_held = False  # copied, behind one that is held: it can be found
         self.in_heap = False
 
     @property
@@ -134,7 +133,7 @@ class Entry:
     @property
     def region(self) -> int:
         """The region of its cells."""
-        return self.run[0]
+        return self.run.region
 
     @property
     def is_whole(self) -> bool:
@@ -159,17 +158,21 @@ class Matched:
         """Blocks of the last entry where it matches in part; 0 where it is a whole chunk."""
         self.may_go_on = may_go_on
         """Whether the chunk behind has children to be probed."""
-        self.runs: list[Run] = [entry.run for entry in entries]
+        self.runs = [entry.run for entry in entries]
         if blocks:
-            region, first_cell, _, generation = self.runs[-1]
-            self.runs[-1] = (region, first_cell, blocks, generation)
-        self.regions = {run[0] for run in self.runs}
+            self.runs[-1] = self.runs[-1].part(0, blocks)
+        self.regions = {run.region for run in self.runs}
+
+    @property
+    def chunks(self) -> int:
+        """Whole chunks: all entries but a last one that matches in part."""
+        return len(self.entries) - (self.blocks > 0)
 
     def within(self, regions: set[int]) -> "Matched":
         """The part of the match before the first entry that lies elsewhere."""
         if self.regions <= regions:
             return self
-        end = next(i for i, run in enumerate(self.runs) if run[0] not in regions)
+        end = next(i for i, run in enumerate(self.runs) if run.region not in regions)
         return Matched(self.entries[:end], 0, may_go_on=False)
 
 

@@ -53,19 +53,27 @@ class Instance:
     def __init__(self, engine_id: str, now_ms: int) -> None:
         self.engine_id = engine_id
         self.since_ms = now_ms
+        """When its scheduler, or before that the first of its workers, came last."""
         self.connection: int | None = None
+        """Its scheduler's."""
         self.hello: SchedulerHello | None = None
         self.is_scheduler_alive = False
-        self.workers: dict[int, Worker] = {}
+        """Its process has come, and is not proven dead, whether it is connected or not."""
+        self.workers: dict[int, Worker] = {}  # by rank
         self.missing_since_ms: int | None = None
-        self.facts_sent = False
+        """Since when the scheduler has been here, and not all of its workers."""
+        self.are_facts_sent = False
+        """The scheduler knows the facts of the workers that are here now."""
         self.identity: Identity | None = None
         self.is_identified = False
         """Whether `identity` is about the workers that are here now."""
         self.layout: KVLayout | None = None
+        """What it stores; None where it is off, or not known yet."""
         self.off: Off | None = None
         self.roots: dict[bytes, None] = {}
+        """Keys that it may name, the one named last behind the others."""
         self.open_regions: set[int] = set()
+        """Those that all of its workers have mapped: nothing else is lent to it or matched."""
         self.prefill = Rate()
         """Tokens that its steps compute."""
         self.counts: dict[str, int] = {}

@@ -8,12 +8,14 @@ everything of an instance ends with its scheduler's connection.
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtide.core.index import Entry, Index, Root
 from kvtide.core.instances import Instance
 from kvtide.core.lending import Lending
 
 LEASE_MS = 2_000
+"""From an answer to the load that uses it: an engine takes many steps meanwhile."""
 PINNED_RATIO_MAX = 0.75
 """B_pin: above this share of the host, answers carry no lease."""
 PINNED_BY_ONE_RATIO_MAX = 0.50
@@ -35,6 +37,13 @@ class Lease:
     """What it keeps that nobody kept when it was taken."""
 
 
+class LeaseCounts(NamedTuple):
+    """Leases, and those that have become load references."""
+
+    leases: int
+    loads: int
+
+
 class Leases:
     """All leases of the node."""
 
@@ -51,15 +60,15 @@ class Leases:
         """Bytes of the entries that leases and loads keep, each counted once."""
         return self._index.leased_bytes
 
-    def counts(self, engine_id: str | None = None) -> tuple[int, int]:
-        """How many leases and how many load references there are."""
+    def counts(self, engine_id: str | None = None) -> LeaseCounts:
+        """How many leases and load references there are, of all engines or of one."""
         mine = [
             lease
             for lease in self._leases.values()
             if engine_id is None or lease.engine_id == engine_id
         ]
         loads = sum(1 for lease in mine if lease.ends_ms is None)
-        return len(mine) - loads, loads
+        return LeaseCounts(len(mine) - loads, loads)
 
     def take(self, lease: Lease, host_bytes: int) -> int:
         """Protect a match; the lease's number, or 0 where too much is pinned already.

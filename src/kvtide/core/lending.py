@@ -24,8 +24,8 @@ from kvtide.core.host import MAP_MS_MAX, Host, Region
 from kvtide.core.index import Entry, Index, Root
 from kvtide.core.instances import Instance, Worker
 from kvtide.core.layout import KVLayout
-from kvtide.core.messages import StoreAnswer, StoreOffer
-from kvtide.core.reasons import DropReason
+from kvtide.core.messages import Run, StoreAnswer, StoreOffer
+from kvtide.core.reasons import DropReason, EvictCause
 
 HELD = "held"
 """Outcome of an offered chunk that the node has already: neither stored nor dropped."""
@@ -36,7 +36,9 @@ NO_ENGINE = ""
 """Whose grants are those that tiers fill; an engine's id is never empty."""
 
 QUEUE_RATIO = 0.10
+"""B_queue: the part of the host that one engine's grants, or one tier's writes, may take,"""
 QUEUE_RATIO_MAX = 0.25
+"""and the most, where a step of the engine is larger than that."""
 QUEUES_RATIO_MAX = 0.50
 """What all engines together may be granted: each gets at most half of what the others leave of it,
 so one engine may have its quarter, and any number of hung ones leave something to the next."""
@@ -57,10 +59,10 @@ class Grant:
         self.since_ms = since_ms
         self.entry = entry
         self.engine_id = engine_id
-        self.waiting = waiting
+        self.waiting = waiting  # writers that have not answered
         self.is_loading = False
         """A tier is filling it; then it is of no engine, and waits for no worker."""
-        self.has_failed = False
+        self.has_failed = False  # its entry is detached, and will never be held
 
     @property
     def bytes(self) -> int:
@@ -88,7 +90,7 @@ class Lending:
         self._granted_to: dict[str, int] = {}  # granted bytes by engine; nobody with nothing
         self._behind: dict[Entry, Grant] = {}
         """Copied behind what is not: their bytes still count as granted."""
-        self.evicted: dict[str, int] = {"room": 0, "superseded": 0, "moved": 0, "cleared": 0}
+        self.evicted = dict.fromkeys(EvictCause, 0)
         self.stored_blocks = 0
         self.failed_blocks = 0
         """Blocks whose copy was planned and is not held: it, or one before it, failed."""
@@ -149,7 +151,7 @@ class Lending:
         """The entry that makes storing this one superfluous."""
         known = self._index.entries.get(entry.key)
         if known is None and not entry.is_whole:
-            known, _ = radix.longest(parent.tree, entry.digests)
+            known = radix.longest(parent.tree, entry.digests).entry
         if known is None or known.parent is not parent:
             return None
         return known if known.digests.startswith(entry.digests) else None
@@ -202,7 +204,8 @@ class Lending:
                 if first_cell is not None:
                     region.used_ms = entry.used_ms
                     region.entries[first_cell] = entry
-                    entry.run = (region.number, first_cell, entry.blocks, self._next_generation)
+                    generation = self._next_generation
+                    entry.run = Run(region.number, first_cell, entry.blocks, generation)
                     self._next_generation += 1
                     return True
             if evictions == EVICTIONS_MAX or self.is_growing(entry, instance):
@@ -228,7 +231,7 @@ class Lending:
         victim = self._index.next_to_evict(instance.open_regions)
         if victim is None:
             return False
-        self.evict(victim, "room")
+        self.evict(victim, EvictCause.ROOM)
         return True
 
     def _grant(self, entry: Entry, engine_id: str, waiting: set[Worker], now_ms: int) -> Grant:
@@ -238,7 +241,7 @@ class Lending:
         self._grant_of[entry] = grant
         self._count_granted(grant.engine_id, grant.bytes)
         self._index.attach_storing(entry)
-        self._emit(SetGenerations(*entry.run))
+        self._emit(SetGenerations(entry.run))
         return grant
 
     def granted_to(self, engine_id: str) -> int:
@@ -332,8 +335,8 @@ class Lending:
             shown_before = len(self._index.shown)
             for other in self._index.copied(grant.entry):
                 if other.is_attached and not other.pins:
-                    self.evict_below(other, "superseded")
-                    self.evict(other, "superseded")
+                    self.evict_below(other, EvictCause.SUPERSEDED)
+                    self.evict(other, EvictCause.SUPERSEDED)
             for entry in self._index.shown[shown_before:]:
                 self._no_longer_behind(entry)
         else:
@@ -356,12 +359,12 @@ class Lending:
 
     # ---- taking away
 
-    def evict(self, entry: Entry, cause: str) -> None:
+    def evict(self, entry: Entry, cause: EvictCause) -> None:
         """Take a childless entry away; its cells come back now, or when the last user ends."""
         self.evicted[cause] += 1
         self._detach(entry)
 
-    def evict_below(self, holder: Entry | Root, cause: str) -> None:
+    def evict_below(self, holder: Entry | Root, cause: EvictCause) -> None:
         """Take everything below away, leaves first."""
         for entry in self._index.below(holder):
             self.evict(entry, cause)
@@ -398,7 +401,7 @@ class Lending:
             else:
                 waiting.pop()
                 if isinstance(node, Entry) and node.is_attached:
-                    self.evict(node, "cleared")
+                    self.evict(node, EvictCause.CLEARED)
 
     def _detach(self, entry: Entry) -> None:
         self._index.detach(entry)
@@ -421,7 +424,7 @@ class Lending:
         if not entry.is_attached:
             self._free_if_unused(entry)
         elif entry.is_held and not entry.is_whole and self._is_superseded(entry):
-            self.evict(entry, "superseded")
+            self.evict(entry, EvictCause.SUPERSEDED)
         else:
             self._index.reconsider(entry)
 
@@ -433,9 +436,9 @@ class Lending:
         if entry not in self.loose or entry.pins or entry in self._grant_of:
             return
         self.loose.discard(entry)
-        region, first_cell, count, _ = entry.run
-        del self._host.regions[region].entries[first_cell]
-        self._host.regions[region].cells.give_back(first_cell, count)
+        run = entry.run
+        del self._host.regions[run.region].entries[run.first_cell]
+        self._host.regions[run.region].cells.give_back(run.first_cell, run.cell_count)
 
     def pinned_entries(self) -> set[Entry]:
         """Entries that somebody uses, of all that have cells."""
@@ -465,14 +468,14 @@ class Lending:
         """
         is_lent = bytearray(region.cells.cell_count)
         for first_cell, entry in region.entries.items():
-            number, first, count, _ = entry.run
-            assert (number, first) == (region.number, first_cell), (entry.run, first_cell)
-            assert count == entry.blocks, (count, entry.blocks)
+            run = entry.run
+            assert run.region == region.number, (run, region.number)
+            assert run.first_cell == first_cell, (run, first_cell)
+            assert run.cell_count == entry.blocks, (run, entry.blocks)
             is_known = self._index.entries.get(entry.key) is entry or entry in self.loose
-            assert is_known, f"cells {first_cell}+{count} of region {number} are nobody's"
-            end = first_cell + count
-            assert is_lent.find(1, first_cell, end) < 0, f"lent twice: {entry.run}"
-            is_lent[first_cell:end] = b"\1" * count
+            assert is_known, f"the cells of {run} are nobody's"
+            assert is_lent.find(1, first_cell, run.end_cell) < 0, f"lent twice: {run}"
+            is_lent[first_cell : run.end_cell] = b"\1" * run.cell_count
 
     def _check_grants(self) -> None:
         assert len(self._grant_of) == len(self.grants), (len(self._grant_of), len(self.grants))

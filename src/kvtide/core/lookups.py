@@ -57,15 +57,15 @@ class Lookups:
         self._count = count
         self._waiting: dict[str, dict[int, Waiting]] = {}
 
-    def ask(self, instance: Instance, lookup: m.Lookup, now_ms: int) -> None:
+    def ask(self, instance: Instance, lookup: m.Lookup) -> None:
         """Answer; or wait, where part of the match is still being mapped, or lies in a tier."""
         if self._promotions.is_waiting(instance, lookup.number):
             return
-        matched = self._match(instance, lookup, now_ms)
-        closed = self._closed_region(instance, matched, now_ms)
+        matched = self._match(instance, lookup)
+        closed = self._closed_region(instance, matched)
         waiting = self._waiting.get(instance.engine_id, {})
         if closed is not None:
-            is_mapping = now_ms - instance.since_ms < MAP_MS_MAX
+            is_mapping = self._now() - instance.since_ms < MAP_MS_MAX
             if is_mapping and (lookup.number in waiting or len(waiting) < WAITING_MAX):
                 if lookup.number not in waiting:
                     self._send(instance.connection, m.Pending(lookup.number))
@@ -79,59 +79,59 @@ class Lookups:
         root = self._index.roots.get(lookup.root)
         if closed is None and self._promotions.begin(instance, lookup, root, matched):
             return
-        self._answer(instance, lookup.number, matched, now_ms)
+        self._answer(instance, lookup.number, matched)
 
-    def probe(self, instance: Instance, probe: m.Probe, now_ms: int) -> None:
+    def probe(self, instance: Instance, probe: m.Probe) -> None:
         """Answer for the blocks of the one chunk behind a match."""
         if self._promotions.is_waiting(instance, probe.number):
             return
         parent = self._index.reachable(probe.parent)
-        matched = self._match(instance, probe, now_ms)
+        matched = self._match(instance, probe)
         if self._promotions.begin(instance, probe, parent, matched):
             return
-        self._answer_open(instance, probe.number, matched, now_ms)
+        self._answer_open(instance, probe.number, matched)
 
     def promoted(self, promotion: Promotion) -> None:
         """Answer a lookup that waited for tiers with what is held now."""
-        instance, question, now_ms = promotion.instance, promotion.question, self._now()
-        matched = self._match(instance, question, now_ms)
-        chunks = len(matched.entries) - (matched.blocks > 0)
-        ends_early = isinstance(question, m.Lookup) and chunks * KEY_BYTES < len(question.keys)
+        instance, question = promotion.instance, promotion.question
+        matched = self._match(instance, question)
+        keys = question.keys if isinstance(question, m.Lookup) else b""
+        ends_early = matched.chunks * KEY_BYTES < len(keys)
         matched.may_go_on = ends_early and (matched.may_go_on or promotion.may_go_on)
-        self._answer_open(instance, question.number, matched, now_ms)
+        self._answer_open(instance, question.number, matched)
 
-    def _match(self, instance: Instance, question: m.Lookup | m.Probe, now_ms: int) -> Matched:
+    def _match(self, instance: Instance, question: m.Lookup | m.Probe) -> Matched:
         """What is held of what a question names."""
         if instance.layout is None:
             return Matched([], 0, may_go_on=False)
         if isinstance(question, m.Lookup):
             root = self._index.roots.get(question.root)
             if root is not None:
-                return self._index.match(root, question.keys, question.digests, now_ms)
+                return self._index.match(root, question.keys, question.digests, self._now())
         else:
             parent = self._index.reachable(question.parent)
             if parent is not None:
-                return self._index.match_blocks(parent, question.digests, now_ms)
+                return self._index.match_blocks(parent, question.digests, self._now())
         return Matched([], 0, may_go_on=False)
 
-    def _answer_open(self, instance: Instance, number: int, matched: Matched, now_ms: int) -> None:
+    def _answer_open(self, instance: Instance, number: int, matched: Matched) -> None:
         """Answer with what lies in memory that the engine has mapped."""
-        if self._closed_region(instance, matched, now_ms) is not None:
+        if self._closed_region(instance, matched) is not None:
             self._count("lookups.not_mapped", 1)
             matched = matched.within(instance.open_regions)
-        self._answer(instance, number, matched, now_ms)
+        self._answer(instance, number, matched)
 
-    def regions_opened(self, instance: Instance, now_ms: int) -> None:
+    def regions_opened(self, instance: Instance) -> None:
         """Try again the lookups that waited for a region which is open now."""
         for waiting in list(self._waiting.get(instance.engine_id, {}).values()):
             if waiting.region in instance.open_regions:
-                self.ask(instance, waiting.lookup, now_ms)
+                self.ask(instance, waiting.lookup)
 
-    def expire(self, instance: Instance, now_ms: int) -> None:
+    def expire(self, instance: Instance) -> None:
         """Answer what has waited for as long as it may."""
-        if now_ms - instance.since_ms >= MAP_MS_MAX:
+        if self._now() - instance.since_ms >= MAP_MS_MAX:
             for waiting in list(self._waiting.get(instance.engine_id, {}).values()):
-                self.ask(instance, waiting.lookup, now_ms)
+                self.ask(instance, waiting.lookup)
 
     def forget(self, engine_id: str) -> None:
         """The scheduler's connection has ended: nobody waits any more."""
@@ -148,24 +148,26 @@ class Lookups:
                 assert one.lookup.number == number, (one.lookup.number, number)
                 assert one.region not in instance.open_regions, (engine_id, one.region)
 
-    def _closed_region(self, instance: Instance, matched: Matched, now_ms: int) -> int | None:
+    def _closed_region(self, instance: Instance, matched: Matched) -> int | None:
         """The region of the first entry that this instance cannot read yet."""
         open_regions = instance.open_regions
         regions = matched.regions
         for number in regions:
-            self._host.regions[number].used_ms = now_ms
+            self._host.regions[number].used_ms = self._now()
         if regions <= open_regions:
             return None
-        return next(run[0] for run in matched.runs if run[0] not in open_regions)
+        return next(run.region for run in matched.runs if run.region not in open_regions)
 
-    def _answer(self, instance: Instance, number: int, matched: Matched, now_ms: int) -> None:
+    def _answer(self, instance: Instance, number: int, matched: Matched) -> None:
         lease = 0
         if matched.entries:
             deepest = matched.entries[-1]
-            wanted = Lease(deepest, matched.regions, instance.engine_id, now_ms + LEASE_MS)
+            ends_ms = self._now() + LEASE_MS
+            wanted = Lease(deepest, matched.regions, instance.engine_id, ends_ms)
             lease = self._leases.take(wanted, self._host.limit_bytes)
             self._writes.matched(matched.entries)
         self._count("lookups.answered", 1)
-        chunks = len(matched.entries) - (matched.blocks > 0)
-        answer = m.Match(number, chunks, matched.blocks, matched.runs, lease, matched.may_go_on)
+        answer = m.Match(
+            number, matched.chunks, matched.blocks, matched.runs, lease, matched.may_go_on
+        )
         self._send(instance.connection, answer)

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NOTE_CHARS_MAX = 500
+"""Of a line about what a peer has said: no peer fills the log."""
 
 READING = (m.Lookup, m.Probe, m.LeaseRelease, m.LoadBegin, m.LoadEnd, m.Counts)
 """Messages after which no layout needs another region, so that it is not looked for."""
@@ -135,13 +136,13 @@ class Machine:
         instance = self._presence.instance(connection)
         self._check_named(instance, lookup.root)
         checks.check_chain(lookup.keys, lookup.digests, instance.layout)
-        self.lookups.ask(instance, lookup, self._parts.now_ms)
+        self.lookups.ask(instance, lookup)
 
     def _probe(self, connection: int, probe: m.Probe) -> None:
         instance = self._presence.instance(connection)
         self._check_named(instance, probe.root)
         checks.check_chain(b"", probe.digests, instance.layout)
-        self.lookups.probe(instance, probe, self._parts.now_ms)
+        self.lookups.probe(instance, probe)
 
     def _check_named(self, instance: Instance, root: bytes) -> None:
         if not instance.names_root(root):
@@ -180,13 +181,13 @@ class Machine:
         self.lending.answered(message.grant, self._presence.worker(connection), message.ok)
 
     def _counts(self, connection: int, message: m.Counts) -> None:
-        counts = self._presence.instance(connection).counts
-        checks.check_counts(message.increments, counts)
-        for name, increment in message.increments.items():
+        instance, increments = self._presence.instance(connection), message.increments
+        counts = instance.counts
+        checks.check_counts(increments, counts)
+        for name, increment in increments.items():
             counts[name] = counts.get(name, 0) + increment
-        if took_us := message.increments.get("prefill_us", 0):
-            tokens = message.increments.get("prefill_tokens", 0)
-            self._presence.instance(connection).prefill.add(tokens, took_us / 1000)
+        if took_us := increments.get("prefill_us", 0):
+            instance.prefill.add(increments.get("prefill_tokens", 0), took_us / 1000)
 
     # ---- regions
 
@@ -215,7 +216,7 @@ class Machine:
         self.promotions.expire()
         self.writes.write_before_eviction()
         for instance in self.instances.values():
-            self.lookups.expire(instance, self._parts.now_ms)
+            self.lookups.expire(instance)
             self._presence.watch_workers(instance)
         if self.regions.is_offer_due(self._parts.now_ms):
             self._presence.offer_regions()

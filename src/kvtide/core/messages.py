@@ -3,18 +3,33 @@
 `core.machine` takes these as they are, so the wire has no second set of types and a simulator
 speaks to the machine in its own words. The table of architecture 4a, one class a row.
 
-A *run* is (region, first cell, cells, generation): cells lent together, the same in the region of
-every shard. Keys and digests travel as one `bytes`, 32 or 16 bytes after one another.
+Keys and digests travel as one `bytes`, 32 or 16 bytes after one another.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 WIRE_VERSION = 1
 """Raised when a message changes; the socket's name carries it, so versions run side by side."""
 
-Run: TypeAlias = tuple[int, int, int, int]
-"""region, first cell, count of cells, generation."""
+
+class Run(NamedTuple):
+    """Cells lent together, the same in the region's file of every shard; one generation."""
+
+    region: int
+    first_cell: int
+    cell_count: int
+    generation: int
+
+    @property
+    def end_cell(self) -> int:
+        """The first cell behind it."""
+        return self.first_cell + self.cell_count
+
+    def part(self, first: int, end: int) -> "Run":
+        """Its cells [first, end), counted from its own first."""
+        assert 0 <= first < end <= self.cell_count, (first, end, self)
+        return Run(self.region, self.first_cell + first, end - first, self.generation)
 
 
 # ---- from an engine's scheduler
@@ -35,10 +50,7 @@ class SchedulerHello:
     pid: int
     label: str
     worker_count: int
-    may_load: bool
-    may_store: bool
     last_grant: int = 0
-    settings: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,11 +259,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Facts of all workers by rank, once all are there; or the ranks still missing."""
+    """Facts of all workers by rank, once all are there, and for each shard its cells' bytes."""
 
     facts: list[dict[str, Any]]
     cell_bytes: list[int]
-    missing: list[int]
 
 
 @dataclass(frozen=True, slots=True)

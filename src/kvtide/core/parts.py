@@ -50,14 +50,24 @@ class Parts:
             config.tiers, self.index, self.host, self.lending, self.emit, self.count
         )
         self.promotions = Promotions(
-            *(config.tiers, self.index, self.host, self.lending),
-            *(self.emit, self.send, self.count),
-            now=self.now,
+            config.tiers,
+            self.index,
+            self.host,
+            self.lending,
+            self.emit,
+            self.send,
+            self.count,
+            self.now,
         )
         self.lookups = Lookups(
-            *(self.index, self.host, self.leases, self.promotions, self.writes),
-            *(self.send, self.count),
-            now=self.now,
+            self.index,
+            self.host,
+            self.leases,
+            self.promotions,
+            self.writes,
+            self.send,
+            self.count,
+            self.now,
         )
         self.promotions.answer = self.lookups.promoted
 

@@ -12,6 +12,7 @@ each engine tells it what is known and computed; `kvtide.testing` drives it with
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtide.core.chain import Chain, short
 from kvtide.core.lending import HELD
@@ -28,12 +29,13 @@ may have failed. More would only count those that store the same beside it."""
 RETRY_MS = 100
 """After a drop that may pass (no memory yet), the chunk is offered again so much later."""
 PLANNED = "planned"
+"""Outcome of a block that a step copies."""
 PASSING = (DropReason.NO_MEMORY, DropReason.QUEUE_FULL, DropReason.NOT_MAPPED)
+"""Drops that may pass: what they are about is offered again."""
 OUTCOMES = (PLANNED, HELD, *DropReason)
 """What may become of a block; in a plan's marks a block's outcome is its place here, plus one."""
-
-
 _NONE = b"\0"
+"""The mark of a block without an outcome."""
 
 
 def _mark(outcome: str) -> bytes:
@@ -52,18 +54,19 @@ def cut_runs(
 ) -> list[Run]:
     """The parts of a match's runs that hold blocks [first_block, end_block) of the request."""
     cut: list[Run] = []
-    for position, (region, first_cell, count, generation) in enumerate(runs):
+    for position, run in enumerate(runs):
         start = position * blocks_per_chunk
-        low, high = max(first_block, start), min(end_block, start + count)
+        low, high = max(first_block, start), min(end_block, start + run.cell_count)
         if low < high:
-            cut.append((region, first_cell + low - start, high - low, generation))
-    assert sum(run[2] for run in cut) == max(0, end_block - first_block), (cut, first_block)
+            cut.append(run.part(low - start, high - start))
+    cell_count = sum(run.cell_count for run in cut)
+    assert cell_count == max(0, end_block - first_block), (cut, first_block, end_block)
     return cut
 
 
 @dataclass(slots=True)
 class Granted:
-    """One chunk or tail that may be copied: blocks [first_block, first_block + run's count)."""
+    """One chunk or tail that may be copied: blocks [first_block, first_block + run.cell_count)."""
 
     grant: int
     connections: list[int]
@@ -73,15 +76,22 @@ class Granted:
     @property
     def end_block(self) -> int:
         """The first block behind it."""
-        return self.first_block + self.run[2]
+        return self.first_block + self.run.cell_count
+
+
+class _Part(NamedTuple):
+    """One chunk or tail of an offer: which, and how many blocks of it."""
+
+    chunk: int
+    blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """An offer that is not answered yet: (chunk, blocks) of each part."""
+    """An offer that is not answered yet."""
 
     number: int
-    parts: list[tuple[int, int]]
+    parts: list[_Part]
 
 
 class StorePlan:
@@ -146,12 +156,12 @@ class StorePlan:
         chain = self.chain
         whole_end = min(horizon_tokens, chain.token_count) // chain.chunk_tokens
         chunks = range(self.next_chunk, min(whole_end, self.next_chunk + OFFER_CHUNKS_MAX))
-        parts = [(chunk, chain.blocks_per_chunk) for chunk in chunks]
+        parts = [_Part(chunk, chain.blocks_per_chunk) for chunk in chunks]
         if with_tail and (chunks.stop == whole_end or not chunks):
             tail = min(horizon_tokens, chain.token_count) // chain.block_tokens
             blocks = tail - whole_end * chain.blocks_per_chunk
             if blocks > 0 and tail > self._tail_end_block and whole_end >= self.next_chunk:
-                parts.append((whole_end, blocks))
+                parts.append(_Part(whole_end, blocks))
         if not parts:
             if with_tail:
                 self._passing = None  # nothing is left to wait for
@@ -162,7 +172,7 @@ class StorePlan:
             keys.append(full[-1])
             digests.append(short(full))
         self._question = _Question(number, parts)
-        return StoreOffer(number, chain.root, chain.parent(parts[0][0]), keys, digests)
+        return StoreOffer(number, chain.root, chain.parent(parts[0].chunk), keys, digests)
 
     def _go_back_to_in_flight(self) -> None:
         """Offer once more what another was storing: by now it is held, or that one has failed."""

@@ -32,13 +32,14 @@ class Presence:
         watch the process; both are kept when they end, until the process has died."""
 
     def instance(self, connection: int) -> Instance:
-        """The instance whose scheduler speaks here."""
+        """The instance whose scheduler speaks here; WireError where none does."""
         peer = self.peers.get(connection)
         if not isinstance(peer, Instance) or peer.connection != connection:
             raise WireError("a scheduler's message came before its hello")
         return peer
 
     def worker(self, connection: int) -> Worker:
+        """The worker that speaks here; WireError where none does."""
         peer = self.peers.get(connection)
         if not isinstance(peer, Worker) or peer.connection != connection:
             raise WireError("a worker's message came before its hello")
@@ -47,6 +48,11 @@ class Presence:
     # ---- engines come
 
     def scheduler_hello(self, connection: int, hello: m.SchedulerHello) -> None:
+        """A scheduler comes, or comes back: welcomed, or refused with the reason and closed.
+
+        Whatever its old connection protected ends, and so do grants that got lost with it. Raises
+        WireError for what no engine of ours says.
+        """
         if self._refuse_version(connection, hello.wire_version, hello.version):
             return
         self._check_first(connection)
@@ -63,7 +69,7 @@ class Presence:
         instance.is_scheduler_alive = True
         instance.connection = connection
         instance.since_ms = self._parts.now_ms
-        instance.facts_sent = False
+        instance.are_facts_sent = False
         self._speaks(connection, instance)
         if is_back:  # another scheduler can't know what the one before it planned
             self._parts.lending.lost_with_connection(instance.engine_id, hello.last_grant)
@@ -71,6 +77,11 @@ class Presence:
         self.watch_workers(instance)
 
     def worker_hello(self, connection: int, hello: m.WorkerHello) -> None:
+        """A worker comes, or comes back, and names what it still holds and has mapped.
+
+        What it does not name it will never touch again: that is given back. Raises WireError for
+        what no worker of ours says.
+        """
         if self._refuse_version(connection, hello.wire_version, ""):
             return
         self._check_first(connection)
@@ -85,7 +96,7 @@ class Presence:
             raise WireError(f"rank {hello.rank} has become another shard")
         if worker is None:
             worker = instance.workers[hello.rank] = Worker(connection, hello)
-            instance.facts_sent = instance.is_identified = False
+            instance.are_facts_sent = instance.is_identified = False
         worker.connection = connection
         self._speaks(connection, worker)
         is_ours = hello.node == self._parts.config.node
@@ -137,20 +148,24 @@ class Presence:
         missing = instance.missing_ranks()
         if not missing:
             instance.missing_since_ms = None
-            if not instance.facts_sent:
-                instance.facts_sent = True
+            if not instance.are_facts_sent:
+                instance.are_facts_sent = True
                 workers = [instance.workers[rank] for rank in range(instance.hello.worker_count)]
                 facts = [worker.facts for worker in workers]
                 cell_bytes = instance.shard_cell_bytes()
-                self._parts.send(instance.connection, m.Workers(facts, cell_bytes, []))
+                self._parts.send(instance.connection, m.Workers(facts, cell_bytes))
         elif instance.missing_since_ms is None:
             instance.missing_since_ms = self._parts.now_ms
         elif self._parts.now_ms - instance.missing_since_ms >= START_MS_MAX and not instance.off:
-            instance.facts_sent = False  # when they come it is told anew, and may be on again
+            instance.are_facts_sent = False  # when they come it is told anew, and may be on again
             detail = f"no word from the workers of ranks {missing[:8]}"
             self._turn_off(instance, OffReason.WORKERS_DIFFER, detail)
 
     def identity(self, connection: int, identity: m.Identity) -> None:
+        """What an engine is by now: served from here on, or off, by its own word or the node's.
+
+        Raises WireError for an identity that cannot be.
+        """
         instance = self.instance(connection)
         layout = checks.check_identity(identity)
         if identity.off_reason == OffReason.WEIGHTS_CHANGE and identity.fingerprint:
@@ -178,6 +193,7 @@ class Presence:
         self._parts.send(instance.connection, m.Serving(reason, detail))
 
     def register_root(self, connection: int, message: m.RegisterRoot) -> None:
+        """An engine may name this root from now on. Raises WireError where it means another."""
         instance = self.instance(connection)
         checks.check_root(message)
         identity = instance.identity
@@ -197,6 +213,7 @@ class Presence:
     # ---- engines go
 
     def disconnected(self, connection: int) -> None:
+        """A connection has ended, and what only protects with it; its process may live on."""
         peer = self.peers.get(connection)
         if isinstance(peer, Instance) and peer.connection == connection:
             self._scheduler_left(peer)
@@ -219,6 +236,10 @@ class Presence:
         self._parts.promotions.forget(instance.engine_id)
 
     def process_died(self, connection: int) -> None:
+        """A process is dead, or has said good-bye: it holds, maps and writes nothing any more.
+
+        `connection` is the last that the process spoke on, or the one before.
+        """
         peer = self.peers.get(connection)
         if peer is None:
             return
@@ -230,7 +251,7 @@ class Presence:
             self._parts.lending.worker_holds(peer, set())
             self._parts.regions.worker_died(peer)
             del instance.workers[peer.rank]
-            instance.facts_sent = instance.is_identified = False
+            instance.are_facts_sent = instance.is_identified = False
             self.watch_workers(instance)
         else:
             self._scheduler_left(peer)
@@ -243,6 +264,7 @@ class Presence:
     # ---- what is open to whom
 
     def offer_regions(self) -> None:
+        """Offer every worker what it lacks, and see what is open to whom by now."""
         for instance in self.instances.values():
             if instance.is_serving:
                 self._parts.regions.offer(instance, self._parts.now_ms)
@@ -255,9 +277,10 @@ class Presence:
         is_serving = instance.is_serving
         instance.open_regions = self._parts.regions.open_to(instance) if is_serving else set()
         if instance.open_regions - before:
-            self._parts.lookups.regions_opened(instance, self._parts.now_ms)
+            self._parts.lookups.regions_opened(instance)
             self._parts.promotions.regions_opened(instance)
 
     def layouts_in_use(self) -> list[KVLayout]:
+        """The layouts of engines that are not off, each once."""
         in_use = [one.layout for one in self.instances.values() if one.off is None]
         return list(dict.fromkeys(layout for layout in in_use if layout is not None))

@@ -15,7 +15,7 @@ are the tier's until it says that they ended, and what they bring is there for t
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeGuard
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 from kvtide.bounds import T_LOAD_MS
 from kvtide.core import messages as m
@@ -80,6 +80,13 @@ class _Silence:
         return self._count >= SILENCES_MAX and now_ms - self._since_ms < SILENT_MS
 
 
+class Name(NamedTuple):
+    """What tells a lookup that waits from all others: who asks, and its own number of it."""
+
+    engine_id: str
+    number: int
+
+
 class Promotion:
     """One lookup that waits for tiers."""
 
@@ -116,9 +123,13 @@ class Promotion:
         self.chunks = chunks
         """Whole chunks of the question up to there."""
         self.tier = 0
+        """The one that is asked, or loaded from, now."""
         self.todo: deque[Record] = deque()
+        """Found there, and not begun yet; in the order of the chain."""
         self.running: set[Entry] = set()
+        """On their way, loaded for this lookup or for one that it joined."""
         self.may_go_on = False
+        """A tier has more behind, which only block digests would tell."""
         self.began_ms = now_ms
         """When the loads of the present tier began."""
         self.is_loading = False
@@ -128,15 +139,16 @@ class Promotion:
         self.ends_ms: int | None = None
         """By when computing would have been quicker; None without clear evidence."""
         self.progress_ms = now_ms
+        """When something for it came last."""
         self.waits_for_memory = False
         """Nothing more can be loaded before memory that is on its way has come."""
         self.told_ms: int | None = None
         """When the engine was last told that it waits."""
 
     @property
-    def name(self) -> tuple[str, int]:
+    def name(self) -> Name:
         """What tells it from all others."""
-        return self.instance.engine_id, self.question.number
+        return Name(self.instance.engine_id, self.question.number)
 
 
 class Promotions:
@@ -164,7 +176,7 @@ class Promotions:
         self._count = count
         self.answer: Callable[[Promotion], None] = _answer_nobody
         """Answers a lookup with what is held now."""
-        self._waiting: dict[tuple[str, int], Promotion] = {}
+        self._waiting: dict[Name, Promotion] = {}
         self._asked: dict[int, Promotion] = {}  # by the number of the question to a tier
         self._loads: dict[int, _Load] = {}  # by number
         self._loading_bytes = 0
@@ -178,7 +190,7 @@ class Promotions:
 
     def is_waiting(self, instance: Instance, number: int) -> bool:
         """Whether this lookup waits for tiers already."""
-        return (instance.engine_id, number) in self._waiting
+        return Name(instance.engine_id, number) in self._waiting
 
     def begin(
         self,
@@ -195,12 +207,11 @@ class Promotions:
             return False
         if not _is_short(question, matched):
             return False
-        if sum(name[0] == instance.engine_id for name in self._waiting) >= PROMOTIONS_MAX:
+        if sum(name.engine_id == instance.engine_id for name in self._waiting) >= PROMOTIONS_MAX:
             self._count("promotions.too_many", 1)
             return False
-        chunks = len(matched.entries) - (matched.blocks > 0)
-        deepest = matched.entries[chunks - 1] if chunks else parent
-        promotion = Promotion(instance, question, deepest, chunks, self._now())
+        deepest = matched.entries[matched.chunks - 1] if matched.chunks else parent
+        promotion = Promotion(instance, question, deepest, matched.chunks, self._now())
         if not self._has_tier(promotion):
             return False
         self._waiting[promotion.name] = promotion
@@ -249,7 +260,7 @@ class Promotions:
         size_bytes = sum(record.payload_bytes for record in records)
         tokens = sum(record.blocks * record.layout.block_tokens for record in records)
         choice, prefill = self._choices[promotion.tier], promotion.instance.prefill
-        if choice.is_load(size_bytes, tokens, prefill):
+        if choice.is_worth_loading(size_bytes, tokens, prefill):
             compute_ms = prefill.ms_for(tokens)
             if compute_ms is not None:
                 promotion.ends_ms = self._now() + max(int(compute_ms), LOAD_MS_MIN)
@@ -296,7 +307,7 @@ class Promotions:
         """What was loaded for a lookup, and how long that took, tells how quick the tier is."""
         if promotion.is_loading:
             took_ms = max(1, self._now() - promotion.began_ms)
-            self._choices[promotion.tier].load_bytes.add(promotion.loaded_bytes, took_ms)
+            self._choices[promotion.tier].loading.add(promotion.loaded_bytes, took_ms)
             promotion.is_loading = False
 
     def _entry_of(self, promotion: Promotion, record: Record) -> Entry | None:
@@ -398,7 +409,7 @@ class Promotions:
 
     def forget(self, engine_id: str) -> None:
         """The scheduler's connection has ended: nobody waits any more."""
-        for name in [name for name in self._waiting if name[0] == engine_id]:
+        for name in [name for name in self._waiting if name.engine_id == engine_id]:
             self._let_go(self._waiting.pop(name))
 
     def _pin(self, holder: Entry | Root) -> None:
@@ -423,7 +434,7 @@ class Promotions:
         asked = set(map(id, self._asked.values()))
         for name, promotion in self._waiting.items():
             assert promotion.name == name, (promotion.name, name)
-            instance = instances[name[0]]
+            instance = instances[name.engine_id]
             assert instance is promotion.instance, f"{name} waits for another instance"
             assert instance.connection is not None, f"{name} waits, and is not connected"
             is_waiting = promotion.running or promotion.waits_for_memory
@@ -444,9 +455,8 @@ def _has_keys(question: Question) -> TypeGuard[m.Lookup]:
 
 def _is_short(question: Question, matched: Matched) -> bool:
     """Whether more could be there than the host has."""
-    chunks = len(matched.entries) - (matched.blocks > 0)
     wanted = len(question.keys) // KEY_BYTES if _has_keys(question) else 0
-    return chunks < wanted or matched.blocks < len(question.digests) // INNER_DIGEST_BYTES
+    return matched.chunks < wanted or matched.blocks < len(question.digests) // INNER_DIGEST_BYTES
 
 
 def _is_there(holder: Entry | Root) -> bool:

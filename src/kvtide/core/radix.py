@@ -15,7 +15,7 @@ Digests come from outside. Whole prefixes are compared, not single digests, so t
 digests contradict each other cannot tangle the tree; it only finds less.
 """
 
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
 
 from kvtide.core.keys import INNER_DIGEST_BYTES
 
@@ -34,6 +34,16 @@ class Fork:
         self.digests = digests
         self.ending = ending
         self.children: dict[bytes, Fork | Entry] = {}
+
+
+class Longest(NamedTuple):
+    """An entry that shares the most leading blocks with something, and how many; or none."""
+
+    entry: "Entry | None"
+    blocks: int
+
+
+NONE = Longest(None, 0)
 
 
 def common_blocks(one: bytes, other: bytes) -> int:
@@ -102,7 +112,7 @@ def remove(tree: Tree, entry: "Entry") -> Tree:
     return tree
 
 
-def longest(tree: Tree, digests: bytes) -> "tuple[Entry | None, int]":
+def longest(tree: Tree, digests: bytes) -> Longest:
     """An entry that shares the most leading blocks with `digests`, and how many."""
     shared = 0
     while tree is not None:
@@ -114,10 +124,10 @@ def longest(tree: Tree, digests: bytes) -> "tuple[Entry | None, int]":
             break
         tree = below
     if not shared or tree is None:
-        return None, 0
+        return NONE
     while isinstance(tree, Fork):
         tree = tree.ending or next(iter(tree.children.values()))
-    return tree, shared
+    return Longest(tree, shared)
 
 
 def twin(tree: Tree, entry: "Entry") -> "Entry | None":

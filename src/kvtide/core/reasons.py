@@ -100,6 +100,19 @@ class DropReason(enum.StrEnum):
     """the engine only loads"""
 
 
+class EvictCause(enum.StrEnum):
+    """Why an entry was taken away."""
+
+    ROOM = "room"
+    """others needed its cells"""
+    SUPERSEDED = "superseded"
+    """a longer entry begins with all its blocks"""
+    MOVED = "moved"
+    """its region went back to the machine, or to another layout"""
+    CLEARED = "cleared"
+    """somebody ordered it"""
+
+
 @dataclass(frozen=True, slots=True)
 class Off:
     """Caching is off in an engine: why, in a word and in a sentence."""

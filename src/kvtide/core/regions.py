@@ -17,6 +17,7 @@ from kvtide.core.instances import Instance, Worker
 from kvtide.core.layout import KVLayout
 from kvtide.core.leases import Leases
 from kvtide.core.lending import Lending
+from kvtide.core.reasons import EvictCause
 from kvtide.units import format_bytes
 
 DETAIL_CHARS_MAX = 400
@@ -85,8 +86,8 @@ class Regions:
         region.leaving_since_ms = now_ms
         for entry in list(region.entries.values()):
             if entry.is_attached:
-                self._lending.evict_below(entry, "moved")
-                self._lending.evict(entry, "moved")
+                self._lending.evict_below(entry, EvictCause.MOVED)
+                self._lending.evict(entry, EvictCause.MOVED)
         self._advance(region)
 
     def advance(self) -> None:

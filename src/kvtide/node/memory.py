@@ -62,10 +62,9 @@ class NodeMemory:
 
     def cells(self, run: Run) -> list[memoryview]:
         """The bytes of a run of cells, shard by shard, as this process sees them."""
-        region, first_cell, count, _ = run
-        files = self._files[region]
+        files = self._files[run.region]
         return [
-            shard.view()[first_cell * size : (first_cell + count) * size]
+            shard.view()[run.first_cell * size : run.end_cell * size]
             for shard, size in zip(files.shards, files.layout.cell_bytes, strict=True)
         ]
 

@@ -15,7 +15,7 @@ from typing import Any
 from kvtide.core.index import Entry, Root
 from kvtide.core.instances import Instance
 from kvtide.core.machine import Machine
-from kvtide.core.reasons import DropReason, MissReason
+from kvtide.core.reasons import DropReason, EvictCause, MissReason
 from kvtide.metrics import OTHER
 from kvtide.tiers.base import LoadOutcome, StoreOutcome, TierStatistics
 
@@ -26,7 +26,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "miss.": tuple(MissReason),
     "lookups.": ("answered", "not_mapped"),
     "drop.": tuple(DropReason),
-    "evicted.": ("room", "superseded", "moved", "cleared"),
+    "evicted.": tuple(EvictCause),
     "promotions.": ("no_memory", "too_late", "too_many", "silent", "slower_than_compute"),
 }
 """Counters that differ in one label, by the metric's source, and all values that are ours: metrics
@@ -68,7 +68,7 @@ def status(
         "engines": [_engine(machine, instance) for instance in instances],
         "not_shared": not_shared(instances),
         "counts": totals(machine, left),
-        "evicted": dict(machine.lending.evicted),
+        "evicted": {str(cause): count for cause, count in machine.lending.evicted.items()},
         "tiers": _tiers(tiers),
     }
 
@@ -93,7 +93,7 @@ def numbers(
         "host": _bytes(machine),
         "engines": connected,
         "counts": _named(tiers) | totals(machine, left),
-        "evicted": dict(machine.lending.evicted),
+        "evicted": {str(cause): count for cause, count in machine.lending.evicted.items()},
         "tiers": _tiers(tiers),
     }
 
@@ -143,7 +143,7 @@ def _bytes(machine: Machine) -> dict[str, Any]:
     )
     storing = _storing_bytes(machine)
     loose = sum(map(_size_bytes, lending.loose))
-    lease_count, load_count = leases.counts()
+    counts = leases.counts()
     return {
         "size_bytes": machine.host.size_bytes,
         "limit_bytes": machine.host.limit_bytes,
@@ -157,8 +157,8 @@ def _bytes(machine: Machine) -> dict[str, Any]:
         "quarantine_bytes": sum(g.bytes for g in lending.grants.values() if g.has_failed),
         "pinned_bytes": leases.pinned_bytes,
         "grants": len(lending.grants),
-        "leases": lease_count,
-        "loads": load_count,
+        "leases": counts.leases,
+        "loads": counts.loads,
     }
 
 
@@ -208,7 +208,7 @@ def _entries(machine: Machine) -> dict[str, int]:
 
 def _engine(machine: Machine, instance: Instance) -> dict[str, Any]:
     hello, identity = instance.hello, instance.identity
-    leases, loads = machine.leases.counts(instance.engine_id)
+    counts = machine.leases.counts(instance.engine_id)
     return {
         "engine_id": instance.engine_id,
         "pid": hello.pid if hello else None,
@@ -219,8 +219,8 @@ def _engine(machine: Machine, instance: Instance) -> dict[str, Any]:
         "fingerprint": identity.fingerprint.hex()[:8] if identity else "",
         "layout": instance.layout.name if instance.layout else "",
         "fields": identity.fields if identity else {},
-        "leases": leases,
-        "loads": loads,
+        "leases": counts.leases,
+        "loads": counts.loads,
         "grants": sum(
             grant.engine_id == instance.engine_id for grant in machine.lending.grants.values()
         ),

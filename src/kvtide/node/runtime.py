@@ -296,8 +296,9 @@ class Runtime:
                     self._server.send(connection, welcome, [self._own_pidfd])
                 case fx.Send(connection, message):
                     self._server.send(connection, message)
-                case fx.SetGenerations(region, first_cell, count, generation):
-                    self._memory[region].generations.set(first_cell, count, generation)
+                case fx.SetGenerations(run):
+                    generations = self._memory[run.region].generations
+                    generations.set(run.first_cell, run.cell_count, run.generation)
                 case fx.SendRegion():
                     self._send_region(effect)
                 case fx.MakeRegion(region, layout, cell_count):

@@ -138,8 +138,6 @@ class FakeScheduler:
             pid=os.getpid(),
             label=f"fake engine {self.engine_id}",
             worker_count=self.shape.shard_count,
-            may_load=True,
-            may_store=True,
             last_grant=self._last_grant,
         )
 
@@ -372,7 +370,7 @@ class FakeEngine:
 
     def read(self, runs: Sequence[Run], tokens: Sequence[int]) -> list[bool]:
         """Copy and verify: for each block whether it is good in every worker."""
-        count = sum(run[2] for run in runs)
+        count = sum(run.cell_count for run in runs)
         digests = [digest for chunk in self.digests(tokens) for digest in chunk][:count]
         of_workers = [worker.read(runs, digests) for worker in self.workers]
         return [all(found) for found in zip(*of_workers, strict=True)]

@@ -93,21 +93,19 @@ class FakeWorker:
             if self._connection != connections[self.rank]:
                 return False
             self._held.add(grant)
-        region, first_cell, count, generation = run
-        half = max(1, count // 2)
-        return self._fill((region, first_cell, half, generation), digests[:half])
+        half = max(1, run.cell_count // 2)
+        return self._fill(run.part(0, half), digests[:half])
 
     def _fill(self, run: Run, digests: Sequence[bytes]) -> bool:
-        number, first_cell, count, generation = run
-        assert len(digests) == count, (len(digests), count)
-        with self.regions.using({number}) as regions:
-            region = regions.get(number)
+        assert len(digests) == run.cell_count, (len(digests), run)
+        with self.regions.using({run.region}) as regions:
+            region = regions.get(run.region)
             if region is None:
                 return False
-            seen = region.generations[first_cell : first_cell + count].tolist()
-            assert seen == [generation] * count, (seen, generation)  # lent to nobody else
+            seen = region.generations[run.first_cell : run.end_cell].tolist()
+            assert seen == [run.generation] * run.cell_count, (seen, run)  # lent to nobody else
             for position, digest in enumerate(digests):
-                start = (first_cell + position) * self.cell_bytes
+                start = (run.first_cell + position) * self.cell_bytes
                 data = block_bytes(digest, self.rank, self.cell_bytes)
                 region.cells[start : start + self.cell_bytes] = data
         return True
@@ -120,18 +118,18 @@ class FakeWorker:
         """
         found: list[bool] = []
         left = list(digests)
-        with self.regions.using({run[0] for run in runs}) as regions:
-            for number, first_cell, count, generation in runs:
-                own, left = left[:count], left[count:]
-                region = regions.get(number)
+        with self.regions.using({run.region for run in runs}) as regions:
+            for run in runs:
+                own, left = left[: run.cell_count], left[run.cell_count :]
+                region = regions.get(run.region)
                 if region is None:
                     found += [False] * len(own)
                     continue
-                start, end = first_cell * self.cell_bytes, (first_cell + count) * self.cell_bytes
+                start, end = run.first_cell * self.cell_bytes, run.end_cell * self.cell_bytes
                 copied = bytes(region.cells[start:end])
-                seen = region.generations[first_cell : first_cell + count].tolist()
+                seen = region.generations[run.first_cell : run.end_cell].tolist()
                 for position, digest in enumerate(own):
-                    is_good = seen[position] == generation
+                    is_good = seen[position] == run.generation
                     found.append(is_good)
                     if is_good:
                         at = position * self.cell_bytes
@@ -312,11 +310,11 @@ def main(arguments: Sequence[str]) -> int:
         answer: object
         if name == "read":
             runs, digests = given
-            answer = worker.read([tuple(run) for run in runs], list(map(bytes.fromhex, digests)))
+            answer = worker.read([Run(*run) for run in runs], list(map(bytes.fromhex, digests)))
         else:
             grant, run, digests, connections = given
             do = worker.write if name == "write" else worker.hold
-            answer = do(grant, tuple(run), list(map(bytes.fromhex, digests)), connections)
+            answer = do(grant, Run(*run), list(map(bytes.fromhex, digests)), connections)
         print(json.dumps(answer), flush=True)
     worker.close()
     return 0

@@ -71,7 +71,10 @@ def encode(message: Message, descriptor_count: int = 0) -> bytes:
 
 
 class FrameReader:
-    """Cuts what arrives into messages."""
+    """Cuts what arrives into messages.
+
+    What cannot be read stays in front, so nothing behind it is ever taken for a message.
+    """
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -100,11 +103,10 @@ class FrameReader:
             end = _LENGTH.size + length
             if len(self._data) < end:
                 return
-            payload = bytes(memoryview(self._data)[_HEAD.size : end])
-            del self._data[:end]
             if count > len(self._descriptors):
                 raise WireError(f"a frame names {count} descriptors that did not come")
-            message = _decode(kind, payload)
+            message = _decode(kind, bytes(memoryview(self._data)[_HEAD.size : end]))
+            del self._data[:end]
             yield message, [self._descriptors.popleft() for _ in range(count)]
         if self._descriptors and not self._data:
             raise self._unasked()
@@ -113,7 +115,8 @@ class FrameReader:
         return WireError(f"{len(self._descriptors)} descriptors came that no frame asked for")
 
     def close(self) -> None:
-        """Close the descriptors that nobody took."""
+        """Drop what nobody took, and close its descriptors; a feed under way ends there."""
+        self._data.clear()
         while self._descriptors:
             os.close(self._descriptors.popleft())
 

@@ -9,9 +9,11 @@ what it takes at once; a full outbox is a False. Everything that arrives is hand
 callbacks on the link's thread.
 
 A node that is stopped or slow is told from one that is dead: death is seen through its pidfd,
-slowness through silence. After five questions, or three pings, without an answer the *breaker*
-opens: `is_usable` is False, nothing is sent but one ping after 1 s, doubling to 30 s; anything
-heard closes it.
+slowness through silence, which opens the *breaker*: `is_usable` is False then.
+
+The link's thread may be late: its engine computes, on processors that have no time for anybody
+else. So a thread that needs an answer now may read the socket itself (`read_now`), where that
+takes no waiting.
 
 A connection may end long before the process behind it does: a node closes its sockets first and
 frees its memory then. So the pidfd is watched after the connection has ended, and the owner is
@@ -19,9 +21,10 @@ told when the death is proven; until then, for as long as a node may take to end
 absent.
 
 Ownership
-    socket, reader, state of the connection   the link's thread
+    socket, state of the connection           the link's thread
+    reader, what others have left for it      under `_reading`, for which only the link's thread
+                                              waits; held while what was read is handed over
     outbox, descriptor that wakes the thread  any thread, under `_lock`; flushed without waiting
-    breaker counters                          any thread, plain integers
 """
 
 import contextlib
@@ -31,7 +34,8 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -39,6 +43,7 @@ from kvtide.bounds import HEARTBEAT_S, T_STOP_S
 from kvtide.core.messages import Bye, Message, Ping, Pong, Refused, Stopping, Welcome
 from kvtide.errors import WireError
 from kvtide.processors import leave_binding
+from kvtide.wire.breaker import Breaker
 from kvtide.wire.frames import FrameReader, Outbox, encode, receive
 from kvtide.wire.peer import check_own
 
@@ -54,18 +59,12 @@ REFUSED_S = 5.0
 """A refusal has a reason that lasts (another version, an engine_id in use), but may end."""
 GREETING_S_MAX = 10.0
 """From a hello to its answer: a slow node is better than none, one that hangs is not."""
-SILENT_QUESTIONS_MAX = 5
-"""Each has cost a request T_answer; so few are bad luck no more."""
-SILENT_PINGS_MAX = 3
-"""An idle engine notices within as many heartbeats, before a request has to."""
 DEATH_WAIT_S = 0.05
 """The kernel closes a dying process's sockets a moment before its pidfd tells."""
 ENDING_S_MAX = T_STOP_S
 """T_stop: a node that has closed its connections is dead by then, or hangs."""
 FAREWELL_S_MAX = 2.0
 """How long an ending link tries to get its good-bye through to a node that lives."""
-BREAKER_S_FIRST, BREAKER_S_MAX = 1.0, 30.0
-"""Between pings while the breaker is open: a short silence costs little, a long one no work."""
 
 
 class LinkOwner(Protocol):
@@ -120,9 +119,10 @@ class Link:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._node_pidfd = -1
         self._node_left_s = 0.0
-        self._silent_questions = 0
-        self._silent_pings = 0
-        self._breaker_s = BREAKER_S_FIRST
+        self._breaker = Breaker()
+        self._reading = threading.Lock()
+        self._reader: FrameReader | None = None
+        self._left: deque[tuple[Message, list[int]]] = deque()
         self._fault = ""  # the one that was said last
         self.fault_count = 0
         """Sessions that ended, or never began, by a fault on our side."""
@@ -137,14 +137,7 @@ class Link:
     @property
     def is_usable(self) -> bool:
         """Connected, and the node answers."""
-        return self._is_up and not self._is_breaker_open
-
-    @property
-    def _is_breaker_open(self) -> bool:
-        return (
-            self._silent_questions >= SILENT_QUESTIONS_MAX
-            or self._silent_pings >= SILENT_PINGS_MAX
-        )
+        return self._is_up and not self._breaker.is_open
 
     def send(self, message: Message) -> bool:
         """Send without waiting; False where it cannot be sent: no connection, or no room."""
@@ -162,7 +155,29 @@ class Link:
 
     def note_silence(self) -> None:
         """A question was not answered in time."""
-        self._silent_questions += 1
+        self._breaker.question_is_silent()
+
+    def read_now(self, take: Callable[[Message], bool]) -> None:
+        """Read what has come, without waiting; nothing where the link's thread is at it just now.
+
+        `take` says of each message whether it was for the caller; the others are left to the
+        link's thread, and so is the end of the connection.
+        """
+        if not self._reading.acquire(blocking=False):
+            return
+        try:
+            if self._sock is None or self._reader is None:
+                return
+            # The link's thread meets the same fault, and ends the connection.
+            with contextlib.suppress(OSError, WireError):
+                for message, own in self._arrived(self._sock, self._reader):
+                    if own or not take(message):
+                        self._left.append((message, own))
+            if self._left:
+                with self._lock:
+                    self._wake()
+        finally:
+            self._reading.release()
 
     def close(self, timeout_s: float) -> None:
         """Say good-bye and end the thread; calling it again does nothing.
@@ -321,7 +336,7 @@ class Link:
     def _welcomed(self, sock: socket.socket, descriptors: list[int]) -> None:
         self._forget_node()
         self._node_pidfd = descriptors[0] if descriptors else -1
-        self._heard()
+        self._breaker.heard()
         self.stopped_on_purpose = False
         sock.setblocking(False)
         self._owes_bye = True
@@ -331,14 +346,15 @@ class Link:
 
     def _serve(self, sock: socket.socket, reader: FrameReader) -> None:
         """Read until the connection ends; first what came together with the greeting."""
-        for message, own in reader.feed(b"", []):
-            self._take(message, own)
+        with self._reading:
+            self._reader = reader
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         if self._node_pidfd >= 0:
             poll.register(self._node_pidfd, select.POLLIN)
         next_ping = next_pulse = time.monotonic() + HEARTBEAT_S
         while True:
+            self._take_all(reader.feed(b"", []))
             if self._stop.is_set():
                 self._flush_bye(sock)
                 return
@@ -353,12 +369,7 @@ class Link:
                 with self._lock:
                     self._flush()
             if ready.get(sock.fileno(), 0) & ~select.POLLOUT:
-                data, descriptors = receive(sock)
-                if not data:
-                    return
-                self._heard()
-                for message, own in reader.feed(data, descriptors):
-                    self._take(message, own)
+                self._take_all(self._arrived(sock, reader))
             elif self._node_pidfd in ready:
                 return  # dead, and everything it said has been read
             if time.monotonic() >= next_ping:
@@ -411,11 +422,28 @@ class Link:
             if not self._outbox:
                 self._outbox.add(encode(Ping()), [])
                 self._flush()
-        self._silent_pings += 1
-        if not self._is_breaker_open:
-            return HEARTBEAT_S
-        self._breaker_s = min(self._breaker_s * 2, BREAKER_S_MAX)
-        return self._breaker_s
+        return self._breaker.pinged()
+
+    def _arrived(
+        self, sock: socket.socket, reader: FrameReader
+    ) -> Iterator[tuple[Message, list[int]]]:
+        """Under `_reading`: what the kernel has now. Raises OSError at the end of the stream."""
+        try:
+            data, descriptors = receive(sock)
+        except BlockingIOError:
+            return  # another thread was quicker
+        if not data:
+            raise ConnectionResetError("the node has closed it")
+        self._breaker.heard()
+        yield from reader.feed(data, descriptors)
+
+    def _take_all(self, arrived: Iterator[tuple[Message, list[int]]]) -> None:
+        """Hand over what other threads have left, then what arrives."""
+        with self._reading:
+            while self._left:
+                self._take(*self._left.popleft())
+            for message, own in arrived:
+                self._take(message, own)
 
     def _take(self, message: Message, descriptors: list[int]) -> None:
         if isinstance(message, Ping):
@@ -425,18 +453,16 @@ class Link:
         elif not isinstance(message, Pong):
             self._owner.on_message(message, descriptors)
 
-    def _heard(self) -> None:
-        self._silent_questions = 0
-        self._silent_pings = 0
-        self._breaker_s = BREAKER_S_FIRST
-
     def _end(self, sock: socket.socket, reader: FrameReader) -> None:
-        with self._lock:
+        with self._reading, self._lock:
             self._is_up = False
-            self._sock = None
+            self._sock = self._reader = None
             self._outbox.close()
-        reader.close()
-        sock.close()
+            while self._left:
+                for descriptor in self._left.popleft()[1]:
+                    os.close(descriptor)
+            reader.close()
+            sock.close()
 
     def _ended(self) -> None:
         """A session is over: say so, and whether the node is over too."""

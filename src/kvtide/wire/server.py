@@ -2,18 +2,19 @@
 
 Raw non-blocking sockets in the owner's event loop, since asyncio's transports carry no
 descriptors. A connection whose peer is another user, sends nonsense, or does not read what it is
-sent loses that connection and nothing else.
+sent loses that connection and nothing else; a good-bye that it said behind that is heard.
 
 Ownership: everything here belongs to the thread of the loop.
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtide.core.messages import Message
+from kvtide.core.messages import Bye, Message
 from kvtide.errors import WireError
 from kvtide.wire.frames import FrameReader, Outbox, encode, receive
 from kvtide.wire.peer import peer_of
@@ -107,7 +108,7 @@ class Server:
                 self.drop(connection.number)
                 return
             for message, own in connection.reader.feed(data, descriptors):
-                if connection.is_closing:
+                if connection.is_closing and not isinstance(message, Bye):
                     _close_all(own)
                 else:
                     self._on_message(connection, message, own)
@@ -169,17 +170,19 @@ class Server:
             self._flush(connection)
 
     def drop(self, number: int) -> None:
-        """End a connection now."""
+        """End a connection now; a good-bye in it that was not read yet is heard all the same."""
         connection = self._connections.pop(number, None)
         if connection is None:
             return
-        connection.is_closing = True  # what it sent behind its last words is not heard
         self._loop.remove_reader(connection.sock)
         self._loop.remove_writer(connection.sock)
+        says_bye = _says_bye(connection)
         connection.sock.close()
         connection.reader.close()
         connection.outbox.close()
         self._on_closed(number)
+        if says_bye:  # not now: whoever drops a connection may be in the midst of something
+            self._loop.call_soon(self._on_message, connection, Bye(), [])
 
     def broadcast(self, message: Message) -> None:
         """Send to everybody."""
@@ -194,6 +197,27 @@ class Server:
             self._listener = None
         for number in list(self._connections):
             self.drop(number)
+
+
+def _says_bye(connection: Connection) -> bool:
+    """Whether a good-bye stands in what has come and was not read; nothing more can come then.
+
+    Its peer believes it said, and may live on: then nothing else would ever tell that it has gone.
+    """
+    data: bytes = b""
+    descriptors: list[int] = []
+    with contextlib.suppress(OSError, WireError):
+        connection.sock.shutdown(socket.SHUT_RD)
+        while True:
+            for message, own in connection.reader.feed(data, descriptors):
+                _close_all(own)
+                if isinstance(message, Bye):
+                    return True
+            data, descriptors = receive(connection.sock)
+            if not data:
+                _close_all(descriptors)
+                break
+    return False
 
 
 def _close_all(descriptors: list[int]) -> None:

@@ -59,9 +59,7 @@ def config(shared_config: Any) -> Any:
     """The parts of a configuration that a worker looks at, free to change."""
     names = kv_cache_config(shared_config).kv_cache_groups[0].layer_names
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            rank=0, world_size=1, tensor_parallel_size=1, pipeline_parallel_size=1
-        ),
+        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, pipeline_parallel_size=1),
         compilation_config=SimpleNamespace(
             static_forward_context={name: Layer() for name in names}
         ),
@@ -220,7 +218,6 @@ def test_ranks_hold_shards_and_replicas_hold_one_together(
     caches = views(kv)
     config.parallel_config.tensor_parallel_size = tensor
     config.parallel_config.pipeline_parallel_size = pipeline
-    config.parallel_config.world_size = tensor * pipeline
     found = []
     for rank in range(tensor * pipeline):
         config.parallel_config.rank = rank

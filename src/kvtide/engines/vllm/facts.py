@@ -56,7 +56,6 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """What a worker tells the node in its hello: what its pages are, and which part of a chunk."""
 
     rank: int
-    world_size: int
     shard_index: int
     shard_count: int
     block_count: int
@@ -138,7 +137,6 @@ def _facts(kv_caches: Mapping[str, Any], vllm_config: Any, kv_cache_config: Any)
     shards_of_stage = tensor_ranks // replicas
     return WorkerFacts(
         rank=parallel.rank,
-        world_size=parallel.world_size,
         shard_index=stage * shards_of_stage + tensor_rank // replicas,
         shard_count=parallel.pipeline_parallel_size * shards_of_stage,
         block_count=kv_cache_config.num_blocks,

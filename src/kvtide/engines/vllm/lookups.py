@@ -59,6 +59,11 @@ class Lookups:
 
     # ---- questions
 
+    @property
+    def is_asking(self) -> bool:
+        """A question is open."""
+        return bool(self._questions)
+
     def ask(self, tracker: Tracker) -> None:
         """Send the lookup; without a node the request simply has no question."""
         chain, root = tracker.chain, tracker.root

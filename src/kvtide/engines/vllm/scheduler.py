@@ -153,6 +153,8 @@ class SchedulerSide:
         if self._link.session is not self._session:
             self._session_changed(self._link.session)
         self._void_wrong_loads()
+        if wait_s > 0:
+            self._link.read_now()
         for answer, arrived_ms in self._link.take_answers(wait_s):
             match answer:
                 case m.StoreAnswer():
@@ -271,6 +273,8 @@ class SchedulerSide:
 
     def build_plan(self, scheduler_output: Any) -> StepPlan:
         """What the workers do in this step."""
+        if self._lookups.is_asking or self._stores.is_asking:
+            self._link.read_now()  # once a step: else a late thread would turn answers into misses
         self._take_in()
         self._lookups.next_step()
         for request_id in scheduler_output.preempted_req_ids or ():

@@ -4,11 +4,12 @@
     ─► Serving ─► a new `Session`, which the hooks see
 
 Everything here runs on the link's thread and only hands over: `session` is replaced as a whole,
-answers go into a queue that the hooks drain. So the scheduler's thread never waits for the node.
+answers go into a queue that the hooks drain. So the scheduler's thread never waits for the node,
+nor, since it reads answers itself where that takes no waiting, for the link's thread.
 
 Ownership
     session, off          written by the link's thread, read by the scheduler's; whole objects
-    answers               link's thread appends, the scheduler's takes, under `_arrived`
+    answers               whoever reads them appends, the scheduler's takes, under `_arrived`
     counters to send      the scheduler's thread adds (`count`), the link's takes, under `_arrived`
     grants to return      either thread, under `_arrived`
 """
@@ -142,6 +143,17 @@ class EngineSession:
         """Send without waiting; False where it cannot be sent."""
         return self._link.send(message)
 
+    def read_now(self) -> None:
+        """Read the answers that have come, though the link's thread has not yet got to it."""
+        self._link.read_now(self._take_answer)
+
+    def _take_answer(self, message: m.Message) -> bool:
+        """Take an answer in; False for anything else."""
+        if not isinstance(message, Answer):
+            return False
+        self._answered(message)
+        return True
+
     def take_answers(self, wait_s: float = 0.0) -> list[tuple[Answer, int]]:
         """What the node has answered, with the time (ms) when it came.
 
@@ -222,14 +234,7 @@ class EngineSession:
             pid=os.getpid(),
             label=identity.label,
             worker_count=identity.worker_count,
-            may_load=identity.may_load,
-            may_store=identity.may_store,
             last_grant=self.last_grant,
-            settings={
-                shown.name: shown.value
-                for shown in self._config.effective()
-                if shown.owner == "node" and shown.source != "default"
-            },
         )
 
     def on_up(self, welcome: m.Welcome) -> None:

@@ -105,6 +105,11 @@ class Stores:
         """Copies of requests that are gone are still to be planned."""
         return bool(self._left)
 
+    @property
+    def is_asking(self) -> bool:
+        """An offer has no answer yet."""
+        return bool(self._asking)
+
     # ---- what happens to requests
 
     def given_out(self, block_ids: Iterable[int]) -> None:
@@ -228,7 +233,7 @@ class Stores:
 
     def _is_within_step(self, granted: Granted) -> bool:
         """Whether this step may still copy these blocks; then they count."""
-        blocks = granted.run[2]
+        blocks = granted.run.cell_count
         is_within = blocks <= self._may_copy_blocks
         # What is too much ends the step's copies: no later grant overtakes an earlier one.
         self._may_copy_blocks -= blocks if is_within else self._may_copy_blocks

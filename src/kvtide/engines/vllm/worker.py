@@ -175,13 +175,13 @@ class WorkerSide:
         first: list[Run] = []
         second: list[Run] = []
         position = 0
-        for region, cell, count, generation in job.runs:
-            low = min(count, max(0, half - position))
+        for run in job.runs:
+            low = min(run.cell_count, max(0, half - position))
             if low:
-                first.append((region, cell, low, generation))
-            if count > low:
-                second.append((region, cell + low, count - low, generation))
-            position += count
+                first.append(run.part(0, low))
+            if low < run.cell_count:
+                second.append(run.part(low, run.cell_count))
+            position += run.cell_count
         return [(job.block_ids[:half], first), (job.block_ids[half:], second)]
 
     def _move(self) -> None:
@@ -201,22 +201,21 @@ class WorkerSide:
         waited_s = time.monotonic() - max(load.started_s, self._progress_s)
         if self._is_closed or waited_s > LOAD_S_MAX:
             return set(block_ids)
-        with self._regions.using({run[0] for run in runs}) as regions:
+        with self._regions.using({run.region for run in runs}) as regions:
             known, failed = _split(block_ids, runs, regions)
             self._mover.load([block_id for block_id, _ in known], [cell for _, cell in known])
             position = 0
-            for region, first_cell, count, generation in runs:
-                mapped = regions.get(region)
+            for run in runs:
+                own = block_ids[position : position + run.cell_count]
+                mapped = regions.get(run.region)
                 if mapped is not None:
-                    seen = mapped.generations[first_cell : first_cell + count].tolist()
+                    seen = mapped.generations[run.first_cell : run.end_cell].tolist()
                     failed.update(
                         block_id
-                        for block_id, found in zip(
-                            block_ids[position : position + count], seen, strict=True
-                        )
-                        if found != generation
+                        for block_id, found in zip(own, seen, strict=True)
+                        if found != run.generation
                     )
-                position += count
+                position += run.cell_count
             failed.update(block_ids[position:])
             return failed
 
@@ -241,7 +240,7 @@ class WorkerSide:
             return
         is_ok = False
         try:
-            with self._regions.using({job.run[0]}) as regions:
+            with self._regions.using({job.run.region}) as regions:
                 known, failed = _split(job.block_ids, [job.run], regions)
                 if not failed:
                     self._mover.store([block for block, _ in known], [cell for _, cell in known])
@@ -362,9 +361,9 @@ def _split(
     known: list[tuple[int, CellPlace]] = []
     failed: set[int] = set()
     blocks = iter(block_ids)
-    for number, first_cell, count, _ in runs:
-        region = regions.get(number)
-        for cell in range(first_cell, first_cell + count):
+    for run in runs:
+        region = regions.get(run.region)
+        for cell in range(run.first_cell, run.end_cell):
             block_id = next(blocks)
             if region is None or cell >= region.cell_count:
                 failed.add(block_id)

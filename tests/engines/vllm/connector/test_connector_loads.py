@@ -86,9 +86,9 @@ def moved(toys: Toys, engine: ToyEngine, prompt: list[int]) -> str:
         until("nothing protects it", toys.node.is_at_rest)
         toys.node.clear()
         (planned,) = worker._loads.values()
-        region, first_cell, _, generation = planned.job.runs[-1]
-        generations = worker._regions._mappings[region].region.generations
-        while generations[first_cell] == generation:
+        run = planned.job.runs[-1]
+        generations = worker._regions._mappings[run.region].region.generations
+        while generations[run.first_cell] == run.generation:
             other.generate(tokens(len(prompt)))
             toys.rest(other)
     return request_id
@@ -281,6 +281,8 @@ def test_requests_with_one_prefix_load_it_once(
     before = toys.node.count("loaded_blocks")
     with held_loads(engine):
         ids = [engine.add(whole[:length]) for length in lengths]
+        while not scheduler_of(engine)._loads:
+            engine.step()
         for _ in range(10):
             engine.step()
         assert len(scheduler_of(engine)._loads) == 1, "a stampede"

@@ -43,7 +43,7 @@ class Scene:
 
     def match(self) -> None:
         """One chunk is held, and part of the one behind."""
-        match = m.Match(1, 1, 0, [(1, 0, 4, 5)], 0, probe=True)
+        match = m.Match(1, 1, 0, [m.Run(1, 0, 4, 5)], 0, probe=True)
         self.lookups.matched(match, MonotonicClock().now_ms())
 
 

@@ -42,7 +42,7 @@ class Link:
     def grant(self) -> m.StoreAnswer:
         """The answer to the one question: yes."""
         (offer,) = [message for message in self.sent if isinstance(message, m.StoreOffer)]
-        return m.StoreAnswer(offer.number, [""], [GRANT], [(1, 0, 1, 5)], [3])
+        return m.StoreAnswer(offer.number, [""], [GRANT], [m.Run(1, 0, 1, 5)], [3])
 
 
 class Scene:
@@ -142,7 +142,7 @@ class Long:
         self.stores.admitted(self.tracker)
         (offer,) = self.link.sent
         assert isinstance(offer, m.StoreOffer)
-        runs = [(1, 4 * chunk, 4, 5) for chunk in range(self.CHUNKS)]
+        runs = [m.Run(1, 4 * chunk, 4, 5) for chunk in range(self.CHUNKS)]
         grants = list(range(1, self.CHUNKS + 1))
         self.stores.answered(m.StoreAnswer(offer.number, [""] * self.CHUNKS, grants, runs, [3]))
 

@@ -1,8 +1,9 @@
 """Answers and loads that take long: bounded by what happens, not by how slow the machine is."""
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvtide.engines.vllm import worker as worker_side
 from kvtide.engines.vllm.tracker import Tracker
 from kvtide.testing.vllm_toy import ToyEngine, ToyOptions
 from tests.engines.vllm.connector.toys import (
+    WAIT_S_MAX,
     Toys,
     assert_right,
     own_hit,
@@ -87,6 +89,32 @@ def test_steps_longer_than_t_answer_see_all_answers(
 
 def is_answered(scheduler: Any) -> bool:
     return bool(scheduler._link._answers) or not scheduler._lookups._questions
+
+
+@contextlib.contextmanager
+def standing_link(engine: ToyEngine) -> Iterator[None]:
+    """Inside, the link's thread gets no processor, as beside engines that compute on all."""
+    stands, may_go_on = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        stands.set()
+        assert may_go_on.wait(WAIT_S_MAX)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_of(engine)._link, "on_pulse", stand)
+        assert stands.wait(WAIT_S_MAX)
+        try:
+            yield
+        finally:
+            may_go_on.set()
+
+
+def test_answers_arrive_though_the_links_thread_stands_still(toys: Toys) -> None:
+    """To offers, to lookups and to probes: the engine's own thread reads what it needs."""
+    engine = toys.start(OPTIONS)
+    with standing_link(engine):
+        prompt = stored(toys, engine, LENGTH)
+        assert engine.generate([*prompt[:100], *tokens(80)]).external == own_hit(100, 100)
 
 
 def test_loads_that_wait_for_others_are_not_given_up(
