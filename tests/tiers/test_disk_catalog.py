@@ -125,7 +125,7 @@ class Model:
         *before, last = chain
         keys = b"".join(one.key for one in before)
         kind = self.catalog.kind_numbers[Kind(record.root, LAYOUT)]
-        rows, _ = self.catalog.match(kind, chain[0].parent, keys, last.digests)
+        rows = self.catalog.match(kind, chain[0].parent, keys, last.digests).rows
         found = [self.catalog.record(row) for row in rows]
         assert found[:-1] == before
         assert found[-1].digests.startswith(last.digests)

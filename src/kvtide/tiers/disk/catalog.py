@@ -18,29 +18,29 @@ Invariant: a child's kind is its parent's; `children` counts the rows whose pare
 Ownership: the node's owner thread.
 """
 
+import operator
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 from kvtide.codec.record import stored_bytes
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.core.records import Record
 from kvtide.tiers.disk.columns import Columns
+from kvtide.tiers.disk.digests import Digests
 from kvtide.tiers.disk.firsts import Firsts
 from kvtide.tiers.disk.rows import Kept, Kind
 
-EAGER_ROWS = 65_536
-"""Rows whose first digests a start lists at once: 30 milliseconds."""
 SWEEP_ROWS, SWEEP_REMOVALS = 8192, 512
 """Rows that one slice of `sweep` looks at and takes away: about two milliseconds."""
 
 COLD_LEAF, USED_LEAF, COLD_INNER, USED_INNER, DEAD = range(5)
 """Marks. Inner: it has children, or is held."""
 _COOLED = bytes((COLD_LEAF, COLD_LEAF, COLD_INNER, COLD_INNER, *range(DEAD, 256)))
-_INNER_OF = bytes((COLD_LEAF, COLD_INNER, *range(2, 256)))
-"""From whether a row has children to its mark at a start."""
+_INNER_OF = bytes((COLD_LEAF, *(COLD_INNER,) * 255))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,19 @@ class Place:
     segment: int
     offset_bytes: int
     length_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What is there of a chain.
+
+    Attributes:
+        rows: of its records, in order.
+        may_go_on: whether the last one has children that were not looked at.
+    """
+
+    rows: list[int]
+    may_go_on: bool
 
 
 @dataclass(slots=True)
@@ -96,7 +109,7 @@ class Catalog:
         self._blocks = array("H")
         self._back = array("i")  # how many rows ahead the parent stands; 0: it is the root
         self._children = array("I")
-        self._digests: list[bytes] = []
+        self._digests = Digests()
         self._free: list[int] = []
         self._firsts = Firsts()
         self._held: dict[bytes, int] = {}
@@ -162,7 +175,7 @@ class Catalog:
 
     def digests(self, row: int) -> bytes:
         """Of its blocks."""
-        return self._digests[row]
+        return self._digests.of(row, self._segments[row])
 
     def record(self, row: int) -> Record:
         """All that is known of it."""
@@ -176,13 +189,11 @@ class Catalog:
         """Whether it may have children."""
         return self._blocks[row] == self.kinds[self._kind[row]].kind.layout.blocks_per_chunk
 
-    def match(
-        self, kind: int | None, parent: bytes, keys: bytes, digests: bytes
-    ) -> tuple[list[int], bool]:
-        """Rows of the chain that are there, and whether it may go on: see `Found`."""
-        if kind is None or self.kinds[kind].is_retired:
-            return [], False
+    def match(self, kind: int | None, parent: bytes, keys: bytes, digests: bytes) -> Match:
+        """What is there of a chain: see `Found`."""
         rows: list[int] = []
+        if kind is None or self.kinds[kind].is_retired:
+            return Match(rows, may_go_on=False)
         for start in range(0, len(keys), KEY_BYTES):
             key = keys[start : start + KEY_BYTES]
             row = self.find(key, kind)
@@ -197,7 +208,7 @@ class Catalog:
             if best is not None:
                 rows.append(best)
         self.touch(rows)
-        return rows, below and not is_all
+        return Match(rows, may_go_on=below and not is_all)
 
     def _has_children(self, kind: int, row: int | None, parent: bytes) -> bool:
         if row is None:
@@ -248,7 +259,7 @@ class Catalog:
         parent = None if kept.parent == state.kind.root.key else self.index[kept.parent]
         row = self._free.pop() if self._free else self._grown()
         self.keys[row] = kept.key
-        self._digests[row] = kept.digests
+        self._digests.put(row, kept.digests)
         self._segments[row] = segment
         self._pages[row] = kept.offset_bytes // CELL_ALIGN_BYTES
         self._kind[row] = kind
@@ -271,7 +282,6 @@ class Catalog:
     def _grown(self) -> int:
         row = len(self.keys)
         self.keys.append(None)
-        self._digests.append(b"")
         self.marks.append(DEAD)
         for column in self._columns():
             column.append(0)
@@ -285,11 +295,11 @@ class Catalog:
         """It is not there any more, nor is what stood below it, which `sweep` will find."""
         key, place, state = self.keys[row], self.place(row), self.kinds[self._kind[row]]
         assert key is not None, row
-        self._firsts.remove(self._digests[row], row)
+        self._firsts.remove(self.digests(row), row)
+        self._digests.drop(row, place.segment)
         if self.index.get(key) == row:
             del self.index[key]
         self.keys[row] = None
-        self._digests[row] = b""
         self.marks[row] = DEAD
         state.records -= 1
         back = self._back[row]
@@ -366,9 +376,6 @@ class Catalog:
 
     def sweep(self) -> list[Place]:
         """Take away what nobody can reach, of one slice of the rows; `is_swept` tells the end."""
-        if not self._firsts.is_listed:
-            self._firsts.list_some(self.keys)
-            return []
         if self._sweep_at < 0:
             self._sweep_at, self._orphans = 0, False
         places: list[Place] = []
@@ -383,14 +390,17 @@ class Catalog:
         self._sweep_at = row if row < len(self.keys) else -1
         return places
 
-    def stop_listing(self) -> None:
-        """Partial matches are not asked for any more."""
-        self._firsts.stop_listing()
+    def list_some(self) -> bool:
+        """After a start: bring partial matches to their full speed, a slice at a time; whether
+        there is more to do."""
+        if not self._firsts.is_listed:
+            self._firsts.list_some()
+        return not self._firsts.is_listed
 
     @property
     def is_swept(self) -> bool:
         """Whether nothing waits for `sweep`."""
-        return self._sweep_at < 0 and not self._orphans and self._firsts.is_listed
+        return self._sweep_at < 0 and not self._orphans
 
     # ---- segments
 
@@ -400,29 +410,33 @@ class Catalog:
         base, count = len(self.keys), len(columns)
         if not count:
             return []
-        rows = range(base, base + count)
+        rows = list(range(base, base + count))  # once: dictionaries share these numbers
         numbers = [self.kind_number(kind) for kind in columns.kinds]
         self.keys.extend(columns.keys)
         self._segments.extend(array("I", [segment]) * count)
         self._pages.extend(columns.pages)
-        self._kind.extend(map(numbers.__getitem__, columns.kind))
+        self._kind.extend(self._numbered(numbers, columns))
         self._blocks.extend(columns.blocks)
         self._back.extend(columns.back)
         self._children.extend(columns.children)
-        self._digests.extend(columns.digests)
+        self._digests.take(segment, columns.digests, columns.blocks)
         before = len(self.index)
         self.index.update(zip(columns.keys, rows, strict=True))
         self._has_twins = self._has_twins or len(self.index) != before + count
-        self.marks += bytes(map(bool, columns.children)).translate(_INNER_OF)
+        self.marks += _marks_of(columns.children)
         self._elsewhere += [(base + row, key) for row, key in columns.elsewhere]
-        self._firsts.add_later(rows, columns.keys, columns.firsts)
-        if len(self.keys) <= EAGER_ROWS:
-            self._firsts.list_some(self.keys)
+        self._firsts.take(columns.firsts)
         self._count(numbers, columns)
         if not gone:
             return []
         pages = {offset // CELL_ALIGN_BYTES for offset in gone}
         return [self.remove(row) for row in rows if self._pages[row] in pages]
+
+    def _numbered(self, numbers: list[int], columns: Columns) -> "array[int]":
+        """The kinds of rows by the numbers that they have here."""
+        if len(numbers) == 1:
+            return array("I", numbers) * len(columns)
+        return array("I", map(numbers.__getitem__, columns.kind))
 
     def _count(self, numbers: list[int], columns: Columns) -> None:
         if len(numbers) == 1:
@@ -481,8 +495,15 @@ class Catalog:
         assert tops == {number: state.tops for number, state in states}, tops
         assert all(state.records or state.users for state in self.kinds.values())
         assert len(self.index) == sum(records.values()), (len(self.index), records)
-        assert self._firsts.is_listed, "sweep first"
         assert len(self._firsts) == len(self.index), (len(self._firsts), len(self.index))
+
+
+def _marks_of(children: "array[int]") -> bytes:
+    """Of rows at a start, by how many children each has."""
+    content, size = children.tobytes(), children.itemsize
+    parts = (int.from_bytes(content[part::size], "little") for part in range(size))
+    has_some = reduce(operator.or_, parts)  # a byte for each row, without a step for each
+    return has_some.to_bytes(len(children), "little").translate(_INNER_OF)
 
 
 def shared_blocks(mine: bytes, theirs: bytes) -> int:

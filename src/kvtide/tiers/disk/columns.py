@@ -10,7 +10,7 @@ import operator
 import struct
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvtide.codec import record as codec
@@ -25,8 +25,9 @@ VERSION = 1
 _OPENING = struct.Struct("<8sIIQIIIIQ")
 """Magic, version, segment, checksum of all that follows it, rows, kinds, their bytes, parents
 elsewhere, digests."""
-_SEALED_AT = 24
-ROW_BYTES = KEY_BYTES + 8 + 4 + 4 + 4 + 4 + 2
+_PROVEN_AT = 24
+FIRST_BYTES = 8
+ROW_BYTES = KEY_BYTES + FIRST_BYTES + 4 + 4 + 4 + 4 + 2
 """Of all columns together."""
 ELSEWHERE_BYTES = 4 + KEY_BYTES
 
@@ -38,29 +39,37 @@ class Columns:
     Attributes:
         kinds: definitions; `kind` numbers them from 0.
         keys: 32 bytes each.
-        firsts: the first 8 bytes of a record's first digest, as a number.
+        firsts: the first 8 bytes of a record's first digest.
         pages: where a record begins in its segment, in units of 4096 bytes.
         kind: number of its definition.
         back: how many rows ahead its parent stands; 0: it is the root or elsewhere.
         children: rows of the same segment that stand below it.
         blocks: how many it holds.
         elsewhere: rows whose parents lie in other segments, and their keys.
-        digests: of a record's blocks, 16 bytes each.
+        digests: of all blocks of all rows, 16 bytes each, one behind the other.
     """
 
     kinds: list[Kind] = field(default_factory=list)
     keys: tuple[bytes, ...] = ()
-    firsts: "array[int]" = field(default_factory=lambda: array("Q"))
+    firsts: bytes = b""
     pages: "array[int]" = field(default_factory=lambda: array("I"))
     kind: "array[int]" = field(default_factory=lambda: array("I"))
     back: "array[int]" = field(default_factory=lambda: array("i"))
     children: "array[int]" = field(default_factory=lambda: array("I"))
     blocks: "array[int]" = field(default_factory=lambda: array("H"))
     elsewhere: list[tuple[int, bytes]] = field(default_factory=list)
-    digests: tuple[bytes, ...] = ()
+    digests: bytes = b""
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def cut(self) -> Iterator[bytes]:
+        """The digests of each row."""
+        begin = 0
+        for blocks in self.blocks:
+            end = begin + blocks * INNER_DIGEST_BYTES
+            yield self.digests[begin:end]
+            begin = end
 
 
 def from_rows(kinds: dict[int, Kind], kept: Iterable[Kept]) -> Columns:
@@ -79,28 +88,28 @@ def from_rows(kinds: dict[int, Kind], kept: Iterable[Kept]) -> Columns:
         elif record.parent != kinds[record.kind].root.key:
             columns.elsewhere.append((row, record.parent))
         rows[record.key] = row
-        columns.firsts.append(int.from_bytes(record.digests[:8], "little"))
         columns.pages.append(record.offset_bytes // CELL_ALIGN_BYTES)
         columns.kind.append(numbers[record.kind])
         columns.back.append(0 if parent is None else row - parent)
         columns.children.append(0)
         columns.blocks.append(record.blocks)
     columns.keys = tuple(rows)
-    columns.digests = tuple(record.digests for record in ordered.values())
+    columns.firsts = b"".join(record.digests[:8] for record in ordered.values())
+    columns.digests = b"".join(record.digests for record in ordered.values())
     return columns
 
 
 def encode(columns: Columns, segment: int) -> bytes:
     """The file."""
     kinds = b"".join(kind_bytes(number, kind) for number, kind in enumerate(columns.kinds))
-    parts = [kinds, *columns.keys]
+    parts = [kinds, *columns.keys, columns.firsts]
     parts += [_little(column).tobytes() for column in _arrays(columns)]
     parts += [struct.pack("<I", row) + key for row, key in columns.elsewhere]
-    content = b"".join([*parts, *columns.digests])
+    content = b"".join([*parts, columns.digests])
     counts = (len(columns), len(columns.kinds), len(kinds), len(columns.elsewhere))
     opening = _OPENING.pack(MAGIC, VERSION, segment, 0, *counts, sum(columns.blocks))
-    seal = codec.checksum(opening[_SEALED_AT:] + content, segment)
-    return opening[: _SEALED_AT - 8] + struct.pack("<Q", seal) + opening[_SEALED_AT:] + content
+    checksum = struct.pack("<Q", codec.checksum(opening[_PROVEN_AT:] + content, segment))
+    return opening[: _PROVEN_AT - 8] + checksum + opening[_PROVEN_AT:] + content
 
 
 def decode(content: memoryview, segment: int) -> Columns:
@@ -112,7 +121,7 @@ def decode(content: memoryview, segment: int) -> Columns:
     """
     if len(content) < _OPENING.size:
         raise CorruptRecord("an index is cut short")
-    magic, version, number, seal, *counts = _OPENING.unpack_from(content)
+    magic, version, number, wanted, *counts = _OPENING.unpack_from(content)
     if magic == MAGIC and version != VERSION:
         raise UnknownFormat(f"an index has format version {version}; this kvtide knows {VERSION}")
     if (magic, number) != (MAGIC, segment):
@@ -122,7 +131,7 @@ def decode(content: memoryview, segment: int) -> Columns:
     length += elsewhere * ELSEWHERE_BYTES + digests * INNER_DIGEST_BYTES
     if len(content) != length:
         raise CorruptRecord(f"an index has {len(content)} bytes, it speaks of {length}")
-    if codec.checksum(content[_SEALED_AT:], segment) != seal:
+    if codec.checksum(content[_PROVEN_AT:], segment) != wanted:
         raise CorruptRecord("checksum of an index")
     columns = Columns()
     at = _OPENING.size
@@ -132,6 +141,8 @@ def decode(content: memoryview, segment: int) -> Columns:
         at += kind_length
     columns.keys = struct.Struct("32s" * rows).unpack_from(content, at)
     at += KEY_BYTES * rows
+    columns.firsts = bytes(content[at : at + FIRST_BYTES * rows])
+    at += FIRST_BYTES * rows
     for column in _arrays(columns):
         end = at + column.itemsize * rows
         column.frombytes(content[at:end])
@@ -143,9 +154,7 @@ def decode(content: memoryview, segment: int) -> Columns:
         at += ELSEWHERE_BYTES
     if not _is_consistent(columns, digests):
         raise CorruptRecord("an index says what cannot be")
-    sizes = {blocks: f"{blocks * INNER_DIGEST_BYTES}s" for blocks in set(columns.blocks)}
-    cut = struct.Struct("".join(map(sizes.__getitem__, columns.blocks)))
-    columns.digests = cut.unpack_from(content, at)
+    columns.digests = bytes(content[at:])
     return columns
 
 
@@ -171,7 +180,7 @@ def index_bytes_max(kinds_bytes: int, rows: int, digests: int) -> int:
 def _arrays(columns: Columns) -> "list[array[int]]":
     """The columns that are numbers, in the file's order."""
     named = columns
-    return [named.firsts, named.pages, named.kind, named.back, named.children, named.blocks]
+    return [named.pages, named.kind, named.back, named.children, named.blocks]
 
 
 def _little(column: "array[int]") -> "array[int]":

@@ -90,7 +90,7 @@ class Directory:
         try:
             self.files.make_directory(self.path)
             self._require_own()
-            self._lock()
+            self._lock(is_renewal=False)
         except OSError as error:
             raise ConfigError(
                 f"disk_path {self.path} cannot be used: {error.strerror or error};"
@@ -119,7 +119,7 @@ class Directory:
                 " chmod it to 700"
             )
 
-    def _lock(self) -> None:
+    def _lock(self, *, is_renewal: bool) -> None:
         descriptor = self.files.open(self.lock_path, os.O_RDWR | os.O_CREAT)
         if not self.files.lock(descriptor):
             content = bytearray(32)
@@ -129,15 +129,16 @@ class Directory:
             raise ConfigError(
                 f"disk_path {self.path} is used by process {holder}; one node may use it at a time"
             )
-        before = self.device, self.inode
         try:
-            found = self.files.size(descriptor)
-            self.device, self.inode = found.device, found.inode
-            self.require()  # the file that was opened may have been replaced before it was locked
+            locked, there = self.files.size(descriptor), self.files.link_at(self.lock_path)
+            if (locked.device, locked.inode) != (there.device, there.inode):
+                raise OSError(errno.ENOENT, "it was replaced before it was locked", self.lock_path)
+            if is_renewal and any(map(parsed_name, self.files.names(self.path))):
+                raise OSError(errno.ENOTEMPTY, "another node has written to it", self.path)
         except OSError:
-            self.device, self.inode = before
             self.files.close(descriptor)
             raise
+        self.device, self.inode = locked.device, locked.inode
         try:
             self.files.truncate(descriptor, 0)
             write_fully(self.files, descriptor, [f"{os.getpid()}\n".encode()], 0)
@@ -146,7 +147,13 @@ class Directory:
         self.lock_descriptor = descriptor
 
     def renew(self) -> None:
-        """Make an emptied directory ours again, if it lies where it lay; raises OSError."""
+        """Make an emptied directory ours again, if it lies where it lay.
+
+        Raises:
+            OSError: it does not, or holds segments: their numbers may be ours and their records
+                another node's, which only a start tells apart.
+            ConfigError: another node has it.
+        """
         try:
             found = self.files.size_at(self.path)
         except FileNotFoundError:
@@ -156,7 +163,7 @@ class Directory:
         self.files.make_directory(self.path)
         self._require_own()
         before = self.lock_descriptor
-        self._lock()
+        self._lock(is_renewal=True)
         if before >= 0:
             self.files.close(before)
 

@@ -3,7 +3,7 @@
 A *rows log* (`NNNNNNNN.rows`) grows by one write for each record that is complete, and for each
 run of records taken away. It begins with an opening; each row is
 
-    kind u32 │ body bytes u32 │ xxh3_64 of all that, of its segment and of its place │ body
+    type u32 │ body bytes u32 │ xxh3_64 of all that, of its segment and of its place │ body
 
 so a row that was torn, damaged, moved or copied ends the log. Rows speak of roots and layouts by
 the number of a definition ahead of them in the same log. docs/formats.md has the bodies.
@@ -23,7 +23,8 @@ LOG_MAGIC = b"kvtidROW"
 VERSION = 1
 
 KIND, KEPT, GONE = 1, 2, 3
-"""Rows: a root and a layout; a record that is complete; records that are not there any more."""
+"""Types of rows: a root and a layout; a record that is complete; records that are not there any
+more."""
 
 _OPENING = struct.Struct("<8sII")
 OPENING_BYTES = _OPENING.size
@@ -89,10 +90,10 @@ def opening(segment: int) -> bytes:
     return _OPENING.pack(LOG_MAGIC, VERSION, segment)
 
 
-def _row(segment: int, at_bytes: int, kind: int, body: bytes) -> bytes:
-    label = _LABEL.pack(kind, len(body))
-    seal = codec.checksum(label + body, segment << _PLACE_BITS ^ at_bytes)
-    return _HEAD.pack(kind, len(body), seal) + body
+def _row(segment: int, at_bytes: int, row_type: int, body: bytes) -> bytes:
+    label = _LABEL.pack(row_type, len(body))
+    checksum = codec.checksum(label + body, segment << _PLACE_BITS ^ at_bytes)
+    return _HEAD.pack(row_type, len(body), checksum) + body
 
 
 def kept_row(segment: int, at_bytes: int, kept: Kept) -> bytes:
@@ -175,8 +176,8 @@ def read_log(content: memoryview, segment: int) -> Rows:
         raise CorruptRecord(f"a rows log begins with {magic.hex()} of segment {number}")
     rows = Rows(end_bytes=OPENING_BYTES)
     try:
-        for kind, body in _good_rows(content, segment):
-            _take(rows, kind, body)
+        for row_type, body in _good_rows(content, segment):
+            _take(rows, row_type, body)
             rows.end_bytes += _HEAD.size + len(body)
     except CorruptRecord:
         return rows
@@ -190,19 +191,19 @@ def _good_rows(content: memoryview, segment: int) -> Iterator[tuple[int, memoryv
     while at < len(content):
         if len(content) - at < _HEAD.size:
             raise CorruptRecord("a row is cut short")
-        kind, length, seal = _HEAD.unpack_from(content, at)
+        row_type, length, wanted = _HEAD.unpack_from(content, at)
         body = content[at + _HEAD.size : at + _HEAD.size + length]
         if length > BODY_BYTES_MAX or len(body) != length:
             raise CorruptRecord("a row is cut short")
-        label = _LABEL.pack(kind, length)
-        if codec.checksum(label + body, segment << _PLACE_BITS ^ at) != seal:
+        label = _LABEL.pack(row_type, length)
+        if codec.checksum(label + body, segment << _PLACE_BITS ^ at) != wanted:
             raise CorruptRecord("checksum of a row")
-        yield kind, body
+        yield row_type, body
         at += _HEAD.size + length
 
 
-def _take(rows: Rows, kind: int, body: memoryview) -> None:
-    match kind:
+def _take(rows: Rows, row_type: int, body: memoryview) -> None:
+    match row_type:
         case 1:  # KIND
             number, definition, _ = read_kind(body)
             rows.kinds[number] = definition
@@ -214,7 +215,7 @@ def _take(rows: Rows, kind: int, body: memoryview) -> None:
                 rows.kept.pop(offset, None)
                 rows.gone.add(offset)
         case _:
-            raise CorruptRecord(f"a row of kind {kind}")
+            raise CorruptRecord(f"a row of type {row_type}")
 
 
 def _read_kept(body: memoryview, kinds: dict[int, Kind]) -> Kept:

@@ -32,7 +32,7 @@ from kvtide.tiers.base import (
 )
 from kvtide.tiers.disk import start
 from kvtide.tiers.disk.breaker import Breaker
-from kvtide.tiers.disk.catalog import Catalog
+from kvtide.tiers.disk.catalog import Catalog, Match
 from kvtide.tiers.disk.cleared import CLEARS_MAX, EVERYTHING, Clears, Scope
 from kvtide.tiers.disk.directory import Directory
 from kvtide.tiers.disk.files import Files, SystemFiles
@@ -113,6 +113,7 @@ class DiskTier:
         self._catalog = Catalog()
         self._space = Space(bytes_max, segment_bytes)
         self._directory = Directory(str(path.absolute()), files or SystemFiles(), sync)
+        self._lock_descriptor = -1
         self._reads = Breaker("reads", self._directory.path)
         self._writes = Breaker("writes", self._directory.path)
         self._workers = Workers(self._directory, wake)
@@ -130,6 +131,7 @@ class DiskTier:
         doomed = start.open_directory(
             self._directory, self._catalog, self._space, self._clears, floor_bytes
         )
+        self._lock_descriptor = self._directory.lock_descriptor
         for place in doomed:
             self._room.give_back(place)
         self._begin()
@@ -146,13 +148,12 @@ class DiskTier:
     # ---- jobs
 
     def lookup(self, job: LookupJob) -> None:
-        rows: list[int] = []
-        may_go_on = False
+        match = Match([], may_go_on=False)
         if not self._reads.is_open and not self._is_closed:
             kind = self._catalog.kind_numbers.get(Kind(job.root, job.layout))
-            rows, may_go_on = self._catalog.match(kind, job.parent, job.keys, job.digests)
-        records = [self._catalog.record(row) for row in rows]
-        self._end(Found(job.number, records, may_go_on))
+            match = self._catalog.match(kind, job.parent, job.keys, job.digests)
+        records = [self._catalog.record(row) for row in match.rows]
+        self._end(Found(job.number, records, match.may_go_on))
 
     def load(self, job: LoadJob) -> None:
         if self._is_closed:
@@ -187,11 +188,7 @@ class DiskTier:
         if len(self._clears) >= CLEARS_MAX:
             logger.warning("disk %s: %d clears wait; all is cleared", self.path, CLEARS_MAX)
             scope = EVERYTHING
-        kinds = {
-            number
-            for number, state in self._catalog.kinds.items()
-            if not state.is_retired and scope.has(state.kind)
-        }
+        kinds = self._kinds_of(scope)
         if not self._is_closed:
             last = self._last_segment_of(scope)
             self._clears.add(scope, last, is_waiting=not self._writes.is_open)
@@ -199,6 +196,11 @@ class DiskTier:
         self._stores.clear(kinds)
         self._pump()
         return count
+
+    def _kinds_of(self, scope: Scope) -> set[int]:
+        """Numbers of those that can be found."""
+        kinds = self._catalog.kinds.items()
+        return {n for n, state in kinds if not state.is_retired and scope.has(state.kind)}
 
     def _last_segment_of(self, scope: Scope) -> int:
         """What is stored from now on lies behind it."""
@@ -238,6 +240,8 @@ class DiskTier:
     def poll(self) -> list[Done]:
         self._take_results()
         if not self._catalog.is_swept and self._room.sweep():
+            self._wake()
+        if self._catalog.list_some():
             self._wake()
         self._pump()
         if self._is_closed and self._workers.are_done:
@@ -299,8 +303,10 @@ class DiskTier:
                 self._is_measuring = False
                 self._clears.forget(self._space.segments)
             case ProbeOp():
+                self._look_at_directory()
                 self._writes.probed(ended.error, self._now_ms)
             case ReadProbeOp():
+                self._look_at_directory()
                 self._reads.probed(ended.error or self._hung.reason, self._now_ms)
 
     def _take_load(self, op: LoadOp, ended: Ended) -> None:
@@ -339,6 +345,15 @@ class DiskTier:
         elif self._writes.failed(error, self._now_ms):
             self._room.roll()
             self._stores.take_back(StoreOutcome.BROKEN)
+
+    def _look_at_directory(self) -> None:
+        """Where a probe has made an emptied directory ours again, nothing is left of before."""
+        lock = self._directory.lock_descriptor  # changes only with its success
+        if lock != self._lock_descriptor and not self._is_closed:
+            self._lock_descriptor = lock
+            self._catalog.retire(self._kinds_of(EVERYTHING))
+            self._room.roll()
+            self._wake()
 
     def _break_reads(self) -> None:
         self._take_back_loads(LoadOutcome.BROKEN)
@@ -387,7 +402,6 @@ class DiskTier:
         self._is_closed = True
         self._take_back_loads(LoadOutcome.CLOSED)
         self._stores.take_back(StoreOutcome.CLOSED)
-        self._catalog.stop_listing()
         self._clears.retry()
         self._room.retry()
         until = time.monotonic() + timeout_s
