@@ -10,8 +10,9 @@ from kvtide.core.layout import KVLayout
 from kvtide.core.records import Record
 from kvtide.testing.tier_records import root_of
 from kvtide.tiers.disk import columns as tables
-from kvtide.tiers.disk.catalog import Catalog
+from kvtide.tiers.disk.intake import LazyCatalog
 from kvtide.tiers.disk.rows import Kept, Kind
+from tests.tiers.test_disk_rows import decoded
 
 LAYOUT = KVLayout(4, 16, (4096,))
 SALTS = ("", "one", "two")
@@ -23,7 +24,7 @@ class Model:
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
-        self.catalog = Catalog()
+        self.catalog = LazyCatalog()
         self.records: dict[bytes, Record] = {}
         self.held: list[bytes] = []
         self.next_page = 0
@@ -174,10 +175,11 @@ def test_indexes_make_the_same_catalog_again(cut: int) -> None:
     model = grown(1)
     kinds = {number: Kind(root_of(salt=salt), LAYOUT) for number, salt in enumerate(SALTS)}
     kept = sorted(kept_in(model, kinds), key=lambda one: one.offset_bytes)
-    again = Catalog()
+    again = LazyCatalog()
     for segment, part in ((1, kept[:cut]), (2, kept[cut:])):
-        content = tables.encode(tables.from_rows(kinds, part), segment)
-        again.take(segment, tables.decode(memoryview(content), segment), ())
+        again.take(
+            segment, decoded(tables.encode(tables.from_rows(kinds, part), segment), segment), ()
+        )
     assert again.settle() == []
     again.check_integrity()
     for record in model.records.values():
@@ -193,7 +195,7 @@ def test_what_is_gone_and_what_hung_on_it_are_not_taken_in() -> None:
     behind = model.below(parent)
     assert behind
     offset = next(one.offset_bytes for one in kept if one.key == parent)
-    again = Catalog()
+    again = LazyCatalog()
     places = again.take(1, tables.from_rows(kinds, kept), {offset})
     assert [place.offset_bytes for place in places] == [offset]
     again.settle()
@@ -208,12 +210,14 @@ def test_of_two_records_with_one_key_the_later_counts() -> None:
     model = grown(3, adds=20)
     kinds = {number: Kind(root_of(salt=salt), LAYOUT) for number, salt in enumerate(SALTS)}
     kept = sorted(kept_in(model, kinds), key=lambda one: one.offset_bytes)
-    again = Catalog()
+    again = LazyCatalog()
     for segment in (1, 2):
         again.take(segment, tables.from_rows(kinds, kept), ())
-    assert len(again.settle()) == len(kept)
+    places = again.settle()
     while not again.is_swept:
-        again.sweep()
+        places += again.sweep()
+    assert {place.segment for place in places} == {1}
+    assert len(places) == len(kept)
     again.check_integrity()
     assert len(again) == len(kept)
     assert {again.place(row).segment for row in again.index.values()} == {2}

@@ -1,6 +1,7 @@
 """Digests of rows, whether cut from a segment's stretch or of their own, against a dictionary."""
 
 import random
+from array import array
 
 import pytest
 
@@ -18,12 +19,13 @@ def test_any_order_of_changes_leaves_each_row_its_own(seed: int) -> None:
     """Stretches first, as at a start; then rows go and come, in their place or at the end."""
     draw = random.Random(seed)
     digests = Digests()
+    segments = [[some(draw) for _ in range(draw.randrange(1, 40))] for _ in range(4)]
+    digests.reserve(sum(map(len, segments)))
     held: dict[int, tuple[int, bytes]] = {}
-    for segment in range(1, 5):
-        stretch = [some(draw) for _ in range(draw.randrange(1, 40))]
+    for segment, stretch in enumerate(segments):
         first = len(held)
-        blocks = [len(one) // INNER_DIGEST_BYTES for one in stretch]
-        digests.take(segment, b"".join(stretch), blocks)
+        blocks = array("H", (len(one) // INNER_DIGEST_BYTES for one in stretch))
+        digests.take(segment, first, memoryview(b"".join(stretch)), blocks)
         held.update({first + at: (segment, one) for at, one in enumerate(stretch)})
     free: list[int] = []
     for segment in range(5, 200):
@@ -42,7 +44,9 @@ def test_any_order_of_changes_leaves_each_row_its_own(seed: int) -> None:
 def test_a_stretch_that_is_mostly_gone_keeps_no_memory() -> None:
     """What is left of it has bytes of its own."""
     digests = Digests()
-    digests.take(7, bytes(range(100)) * INNER_DIGEST_BYTES, [1] * 100)
+    content = memoryview(bytes(range(100)) * INNER_DIGEST_BYTES)
+    digests.reserve(100)
+    digests.take(7, 0, content, array("H", [1]) * 100)
     wanted = [digests.of(row, 7) for row in range(100)]
     for row in range(25):
         digests.drop(row, 7)

@@ -133,6 +133,7 @@ def test_any_order_of_anything_at_the_cap(tmp_path: Path, seed: int) -> None:
 
 def compare(world: World, when: str) -> None:
     """What is there is what was stored, but for tails that a longer record has replaced."""
+    disk_of(world.tier).check_integrity()
     records = {
         disk_of(world.tier)._catalog.record(row)
         for row in disk_of(world.tier)._catalog.index.values()

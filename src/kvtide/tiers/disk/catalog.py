@@ -18,20 +18,16 @@ Invariant: a child's kind is its parent's; `children` counts the rows whose pare
 Ownership: the node's owner thread.
 """
 
-import operator
 from array import array
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import reduce
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from kvtide.codec.record import stored_bytes
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.core.records import Record
-from kvtide.tiers.disk.columns import Columns
 from kvtide.tiers.disk.digests import Digests
 from kvtide.tiers.disk.firsts import Firsts
+from kvtide.tiers.disk.kinds import KindState
 from kvtide.tiers.disk.rows import Kept, Kind
 
 SWEEP_ROWS, SWEEP_REMOVALS = 8192, 512
@@ -40,7 +36,6 @@ SWEEP_ROWS, SWEEP_REMOVALS = 8192, 512
 COLD_LEAF, USED_LEAF, COLD_INNER, USED_INNER, DEAD = range(5)
 """Marks. Inner: it has children, or is held."""
 _COOLED = bytes((COLD_LEAF, COLD_LEAF, COLD_INNER, COLD_INNER, *range(DEAD, 256)))
-_INNER_OF = bytes((COLD_LEAF, *(COLD_INNER,) * 255))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,33 +58,6 @@ class Match:
 
     rows: list[int]
     may_go_on: bool
-
-
-@dataclass(slots=True)
-class KindState:
-    """A kind, and what is there of it.
-
-    Attributes:
-        records: how many can be found.
-        tops: those that stand right below the root.
-        users: stores on their way.
-        is_retired: it was cleared; what is left of it is being taken away.
-    """
-
-    kind: Kind
-    records: int = 0
-    tops: int = 0
-    users: int = 0
-    is_retired: bool = False
-    lengths: dict[int, int] = field(default_factory=dict)
-    """Stored bytes by number of blocks."""
-
-    def length_bytes(self, blocks: int) -> int:
-        """Bytes at rest of a record with so many blocks."""
-        known = self.lengths.get(blocks)
-        if known is None:
-            known = self.lengths[blocks] = stored_bytes(self.kind.layout, blocks)
-        return known
 
 
 class Catalog:
@@ -116,8 +84,6 @@ class Catalog:
         self._next_leaf: tuple[int, bytes] | None = None  # row and key of a parent left childless
         self._sweep_at = -1
         self._orphans = False
-        self._elsewhere: list[tuple[int, bytes]] = []
-        self._has_twins = False
 
     # ---- asking
 
@@ -390,87 +356,10 @@ class Catalog:
         self._sweep_at = row if row < len(self.keys) else -1
         return places
 
-    def list_some(self) -> bool:
-        """After a start: bring partial matches to their full speed, a slice at a time; whether
-        there is more to do."""
-        if not self._firsts.is_listed:
-            self._firsts.list_some()
-        return not self._firsts.is_listed
-
     @property
     def is_swept(self) -> bool:
         """Whether nothing waits for `sweep`."""
         return self._sweep_at < 0 and not self._orphans
-
-    # ---- segments
-
-    def take(self, segment: int, columns: Columns, gone: Collection[int]) -> list[Place]:
-        """A segment's records, at a start, in the order of segments; `settle` follows once all are
-        here. `gone`: offsets of those that are not there any more; their places are returned."""
-        base, count = len(self.keys), len(columns)
-        if not count:
-            return []
-        rows = list(range(base, base + count))  # once: dictionaries share these numbers
-        numbers = [self.kind_number(kind) for kind in columns.kinds]
-        self.keys.extend(columns.keys)
-        self._segments.extend(array("I", [segment]) * count)
-        self._pages.extend(columns.pages)
-        self._kind.extend(self._numbered(numbers, columns))
-        self._blocks.extend(columns.blocks)
-        self._back.extend(columns.back)
-        self._children.extend(columns.children)
-        self._digests.take(segment, columns.digests, columns.blocks)
-        before = len(self.index)
-        self.index.update(zip(columns.keys, rows, strict=True))
-        self._has_twins = self._has_twins or len(self.index) != before + count
-        self.marks += _marks_of(columns.children)
-        self._elsewhere += [(base + row, key) for row, key in columns.elsewhere]
-        self._firsts.take(columns.firsts)
-        self._count(numbers, columns)
-        if not gone:
-            return []
-        pages = {offset // CELL_ALIGN_BYTES for offset in gone}
-        return [self.remove(row) for row in rows if self._pages[row] in pages]
-
-    def _numbered(self, numbers: list[int], columns: Columns) -> "array[int]":
-        """The kinds of rows by the numbers that they have here."""
-        if len(numbers) == 1:
-            return array("I", numbers) * len(columns)
-        return array("I", map(numbers.__getitem__, columns.kind))
-
-    def _count(self, numbers: list[int], columns: Columns) -> None:
-        if len(numbers) == 1:
-            self.kinds[numbers[0]].records += len(columns)
-            self.kinds[numbers[0]].tops += columns.back.count(0)
-            return
-        tops = [
-            number for number, back in zip(columns.kind, columns.back, strict=True) if not back
-        ]
-        for number, count in Counter(columns.kind).items():
-            self.kinds[numbers[number]].records += count
-        for number, count in Counter(tops).items():
-            self.kinds[numbers[number]].tops += count
-
-    def settle(self) -> list[Place]:
-        """All segments are here: find parents in others; where those lie that have none."""
-        places = []
-        if self._has_twins:  # of two records with one key the later counts, even if it is gone
-            at = self.index.get
-            twins = [row for row, key in enumerate(self.keys) if key and at(key) != row]
-            places += [self.remove(row) for row in twins]
-        for row, key in self._elsewhere:
-            if self.keys[row] is None:
-                continue
-            parent = self.find(key, self._kind[row])
-            if parent is None or parent == row:
-                places.append(self.remove(row))
-                continue
-            self._back[row] = row - parent
-            self._children[parent] += 1
-            self.kinds[self._kind[row]].tops -= 1
-            self._mark(parent)
-        self._elsewhere = []
-        return places
 
     def check_integrity(self) -> None:
         """Every belief that costs a walk over all rows."""
@@ -496,14 +385,6 @@ class Catalog:
         assert all(state.records or state.users for state in self.kinds.values())
         assert len(self.index) == sum(records.values()), (len(self.index), records)
         assert len(self._firsts) == len(self.index), (len(self._firsts), len(self.index))
-
-
-def _marks_of(children: "array[int]") -> bytes:
-    """Of rows at a start, by how many children each has."""
-    content, size = children.tobytes(), children.itemsize
-    parts = (int.from_bytes(content[part::size], "little") for part in range(size))
-    has_some = reduce(operator.or_, parts)  # a byte for each row, without a step for each
-    return has_some.to_bytes(len(children), "little").translate(_INNER_OF)
 
 
 def shared_blocks(mine: bytes, theirs: bytes) -> int:

@@ -1,12 +1,12 @@
 """The block digests of all rows: most of the catalog's bytes, so they are copied as few times as
 can be.
 
-    row of a sealed segment, taken in at a start ──► cut from its *stretch*, the segment's own bytes
-    any other row                                ──► bytes of its own
+    row of a segment that a start has read ──► cut from its *stretch*, the segment's own bytes
+    any other row                          ──► bytes of its own
 
 A start takes the digests of a segment in as they lie in its index, without an object for each
-row, and cuts what is asked for. A stretch whose rows are mostly gone would keep memory for nothing:
-once a quarter of them are, the others get bytes of their own.
+row, and cuts what is asked for. A stretch whose rows are mostly gone would keep memory for
+nothing: once a quarter of them are, the others get bytes of their own.
 
 Ownership: the node's owner thread, as part of the catalog.
 """
@@ -33,7 +33,7 @@ class _Stretch:
         ends: where those of each row end in `content`, in digests; made when first asked for.
     """
 
-    content: bytes
+    content: memoryview
     first_row: int
     blocks: "array[int]"
     live: int
@@ -46,7 +46,7 @@ class _Stretch:
         at = row - self.first_row
         end = self.ends[at]
         begin = end - self.blocks[at]
-        return self.content[begin * INNER_DIGEST_BYTES : end * INNER_DIGEST_BYTES]
+        return bytes(self.content[begin * INNER_DIGEST_BYTES : end * INNER_DIGEST_BYTES])
 
 
 class Digests:
@@ -68,10 +68,15 @@ class Digests:
         else:
             self._own[row] = digests
 
-    def take(self, segment: int, content: bytes, blocks: "array[int]") -> None:
-        """The next rows are those of a segment, which have so many blocks each."""
-        self._stretches[segment] = _Stretch(content, len(self._own), blocks, len(blocks))
-        self._own.extend([None] * len(blocks))
+    def reserve(self, row_count: int) -> None:
+        """So many rows come, each by `take`, in any order."""
+        self._own = [None] * row_count
+
+    def take(
+        self, segment: int, first_row: int, content: memoryview, blocks: "array[int]"
+    ) -> None:
+        """Rows from this one on are those of a segment, which have so many blocks each."""
+        self._stretches[segment] = _Stretch(content, first_row, blocks, len(blocks))
 
     def drop(self, row: int, segment: int) -> None:
         """A row is gone."""

@@ -17,7 +17,7 @@ import stat
 from dataclasses import dataclass
 
 from kvtide.errors import ConfigError
-from kvtide.tiers.disk.files import Files, page_memory, write_fully
+from kvtide.tiers.disk.files import Files, FileSize, page_memory, write_fully
 
 logger = logging.getLogger("kvtide.disk")
 
@@ -130,11 +130,7 @@ class Directory:
                 f"disk_path {self.path} is used by process {holder}; one node may use it at a time"
             )
         try:
-            locked, there = self.files.size(descriptor), self.files.link_at(self.lock_path)
-            if (locked.device, locked.inode) != (there.device, there.inode):
-                raise OSError(errno.ENOENT, "it was replaced before it was locked", self.lock_path)
-            if is_renewal and any(map(parsed_name, self.files.names(self.path))):
-                raise OSError(errno.ENOTEMPTY, "another node has written to it", self.path)
+            locked = self._locked(descriptor, is_renewal=is_renewal)
         except OSError:
             self.files.close(descriptor)
             raise
@@ -145,6 +141,15 @@ class Directory:
         except OSError as error:  # a full or read-only drive can still be read
             logger.warning("%s: %s", self.lock_path, error)
         self.lock_descriptor = descriptor
+
+    def _locked(self, descriptor: int, *, is_renewal: bool) -> FileSize:
+        """The file that was locked, if it is the directory's still; raises OSError."""
+        locked, there = self.files.size(descriptor), self.files.link_at(self.lock_path)
+        if (locked.device, locked.inode) != (there.device, there.inode):
+            raise OSError(errno.ENOENT, "replaced before it was locked", self.lock_path)
+        if is_renewal and any(map(parsed_name, self.files.names(self.path))):
+            raise OSError(errno.ENOTEMPTY, "another node has written to it", self.path)
+        return locked
 
     def renew(self) -> None:
         """Make an emptied directory ours again, if it lies where it lay.

@@ -69,18 +69,34 @@ def read_index(directory: Directory, number: int, scratch: Scratch) -> Columns |
     Raises:
         OSError, UnknownFormat, CorruptRecord: it cannot be read.
     """
-    content = read_whole(directory, directory.at(number, INDEX), scratch)
-    return None if content is None else tables.decode(content, number)
+    files = directory.files
+    try:
+        descriptor = files.open(directory.at(number, INDEX), os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        opening = scratch.of(tables.OPENING_BYTES)
+        extent = tables.extent_of(opening[: read_fully(files, descriptor, [opening], 0)], number)
+        length = files.size(descriptor).length_bytes
+        if length != extent.columns_bytes + extent.digests_bytes:
+            raise CorruptRecord(f"an index has {length} bytes, it speaks of {extent}")
+        parts = [scratch.of(extent.columns_bytes), memoryview(bytearray(extent.digests_bytes))]
+        if read_fully(files, descriptor, parts, 0) != length:
+            raise CorruptRecord("an index is cut short")
+    finally:
+        files.close(descriptor)
+    return tables.decode(parts[0], parts[1], number)
 
 
 def kept_of(columns: Columns) -> list[Kept]:
     """The rows of an index, one by one."""
     elsewhere = dict(columns.elsewhere)
     kept = []
-    for row, (key, digests) in enumerate(zip(columns.keys, columns.cut(), strict=True)):
+    keys = columns.cut_keys()
+    for row, (key, digests) in enumerate(zip(keys, columns.cut_digests(), strict=True)):
         back, kind = columns.back[row], columns.kind[row]
         root_key = columns.kinds[kind].root.key
-        parent = columns.keys[row - back] if back else elsewhere.get(row, root_key)
+        parent = keys[row - back] if back else elsewhere.get(row, root_key)
         assert len(parent) == KEY_BYTES, len(parent)
         offset = columns.pages[row] * CELL_ALIGN_BYTES
         kept.append(Kept(offset, kind, key, parent, digests))

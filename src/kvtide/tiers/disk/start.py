@@ -25,7 +25,7 @@ from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.errors import ConfigError, CorruptRecord, UnknownFormat
 from kvtide.tiers.disk import columns as tables
 from kvtide.tiers.disk import scan, sealing
-from kvtide.tiers.disk.catalog import Catalog, Place
+from kvtide.tiers.disk.catalog import Place
 from kvtide.tiers.disk.cleared import Clears, parsed
 from kvtide.tiers.disk.columns import Columns
 from kvtide.tiers.disk.directory import (
@@ -39,6 +39,7 @@ from kvtide.tiers.disk.directory import (
     parsed_name,
 )
 from kvtide.tiers.disk.files import FileSize
+from kvtide.tiers.disk.intake import LazyCatalog
 from kvtide.tiers.disk.rows import Kept, Rows
 from kvtide.tiers.disk.sealing import Scratch
 from kvtide.tiers.disk.space import FLOOR_BYTES, FLOOR_RATIO, PAGE, Segment, Space
@@ -69,7 +70,7 @@ class _Read:
 
 def open_directory(
     directory: Directory,
-    catalog: Catalog,
+    catalog: LazyCatalog,
     space: Space,
     clears: Clears,
     floor_bytes: int | None,
@@ -133,7 +134,9 @@ def _names(directory: Directory, clears: Clears) -> dict[int, set[str]]:
     return numbers
 
 
-def _take_all(directory: Directory, catalog: Catalog, space: Space, clears: Clears) -> list[Place]:
+def _take_all(
+    directory: Directory, catalog: LazyCatalog, space: Space, clears: Clears
+) -> list[Place]:
     numbers = _names(directory, clears)
     space.other_bytes = directory.files.size_at(directory.lock_path).allocated_bytes
     places: list[Place] = []
@@ -195,7 +198,7 @@ def _read_one(
 
 
 def _take_one(
-    catalog: Catalog, space: Space, clears: Clears, number: int, read: _Read
+    catalog: LazyCatalog, space: Space, clears: Clears, number: int, read: _Read
 ) -> list[Place]:
     if not len(read.columns):
         clears.leave_alone(number)

@@ -32,11 +32,12 @@ from kvtide.tiers.base import (
 )
 from kvtide.tiers.disk import start
 from kvtide.tiers.disk.breaker import Breaker
-from kvtide.tiers.disk.catalog import Catalog, Match
+from kvtide.tiers.disk.catalog import Match
 from kvtide.tiers.disk.cleared import CLEARS_MAX, EVERYTHING, Clears, Scope
 from kvtide.tiers.disk.directory import Directory
 from kvtide.tiers.disk.files import Files, SystemFiles
 from kvtide.tiers.disk.hung import RUN_MS_MAX, Hung
+from kvtide.tiers.disk.intake import LazyCatalog
 from kvtide.tiers.disk.ops import (
     ClearOp,
     Ended,
@@ -110,7 +111,7 @@ class DiskTier:
         self._loaded_bytes = 0
         self._is_closed = False
         self._loads: set[LoadOp] = set()
-        self._catalog = Catalog()
+        self._catalog = LazyCatalog()
         self._space = Space(bytes_max, segment_bytes)
         self._directory = Directory(str(path.absolute()), files or SystemFiles(), sync)
         self._lock_descriptor = -1
@@ -144,6 +145,8 @@ class DiskTier:
             raise
         self._shrink(time.monotonic() + SHRINK_S_MAX)
         self._pump()
+        if not self._catalog.is_swept:
+            self._wake()
 
     # ---- jobs
 
@@ -180,6 +183,7 @@ class DiskTier:
         elif self._writes.is_open or self._reads.is_open:
             self._stores.end(job.number, StoreOutcome.BROKEN)
         else:
+            self._catalog.take_rest()
             self._stores.add(job)
             self._pump()
 
@@ -214,6 +218,7 @@ class DiskTier:
     def remove(self, keys: Iterable[bytes]) -> int:
         """Take these records away, and what lies behind them; how many there were."""
         before = len(self._catalog)
+        self._catalog.take_rest()
         for key in keys:
             row = self._catalog.row_of(key)
             if row is not None:
@@ -240,8 +245,6 @@ class DiskTier:
     def poll(self) -> list[Done]:
         self._take_results()
         if not self._catalog.is_swept and self._room.sweep():
-            self._wake()
-        if self._catalog.list_some():
             self._wake()
         self._pump()
         if self._is_closed and self._workers.are_done:
@@ -402,6 +405,7 @@ class DiskTier:
         self._is_closed = True
         self._take_back_loads(LoadOutcome.CLOSED)
         self._stores.take_back(StoreOutcome.CLOSED)
+        self._catalog.leave_rest()
         self._clears.retry()
         self._room.retry()
         until = time.monotonic() + timeout_s
