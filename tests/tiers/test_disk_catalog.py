@@ -1,7 +1,8 @@
 """The catalog against a dictionary: random operations, all beliefs checked after each."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -169,6 +170,14 @@ def kept_in(model: Model, kinds: dict[int, Kind]) -> Iterator[Kept]:
         yield Kept(place.offset_bytes, kind, record.key, record.parent, record.digests)
 
 
+@pytest.fixture(params=["at once", "by and by"])
+def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How rows are made of what a start has read."""
+    if request.param == "by and by":
+        monkeypatch.setattr("kvtide.tiers.disk.intake.EAGER_ROWS", -1)
+
+
+@pytest.mark.usefixtures("start")
 @pytest.mark.parametrize("cut", [0, 1, 30, 59])
 def test_indexes_make_the_same_catalog_again(cut: int) -> None:
     """Of one segment or of two that share chains, written to bytes and read."""
@@ -186,6 +195,7 @@ def test_indexes_make_the_same_catalog_again(cut: int) -> None:
         assert again.record(again.index[record.key]) == record
 
 
+@pytest.mark.usefixtures("start")
 def test_what_is_gone_and_what_hung_on_it_are_not_taken_in() -> None:
     """Rows that a log takes away; one whose children it forgot."""
     model = grown(2)
@@ -205,6 +215,7 @@ def test_what_is_gone_and_what_hung_on_it_are_not_taken_in() -> None:
     assert again.index.keys() == model.records.keys() - {parent, *behind}
 
 
+@pytest.mark.usefixtures("start")
 def test_of_two_records_with_one_key_the_later_counts() -> None:
     """A removal whose row was lost: the key was stored again in a later segment."""
     model = grown(3, adds=20)
@@ -247,3 +258,69 @@ def test_what_was_used_since_the_hand_came_by_stays() -> None:
         gone.append(model.catalog.keys[row])
         model.catalog.remove(row)
     assert gone == chains[0][::-1] + chains[2][::-1] + chains[3][::-1]
+
+
+# ---- while a start's records become rows
+
+
+def taken_by_and_by(
+    kept: Sequence[Kept], kinds: dict[int, Kind], draw: random.Random, gone: frozenset[bytes]
+) -> LazyCatalog:
+    """A catalog of several segments, of which no record is a row yet."""
+    catalog = LazyCatalog()
+    cuts = sorted(draw.sample(range(len(kept)), 5))
+    for segment, (begin, end) in enumerate(pairwise([0, *cuts, len(kept)]), 1):
+        part = kept[begin:end]
+        offsets = {one.offset_bytes for one in part if one.key in gone}
+        catalog.take(segment, tables.from_rows(kinds, part), offsets)
+    catalog.settle()
+    assert not catalog.is_taken_in
+    return catalog
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_questions_are_answered_before_there_are_rows(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any order, with slices of the rest in between: every chain and tail that is there is
+    found the first time it is asked for, nothing else is, and what it all comes to is the same."""
+    monkeypatch.setattr("kvtide.tiers.disk.intake.EAGER_ROWS", -1)
+    model, draw = grown(seed), random.Random(seed)
+    kinds = {number: Kind(root_of(salt=salt), LAYOUT) for number, salt in enumerate(SALTS)}
+    kept = sorted(kept_in(model, kinds), key=lambda one: one.offset_bytes)
+    first = draw.choice([key for key in model.records if not model.below(key)])
+    gone = frozenset({first})
+    model.catalog = taken_by_and_by(kept, kinds, draw, gone)
+    missing = model.records.pop(first)
+    assert len(model.catalog) == len(model.records), "gone at once"
+    for _ in range(20):
+        if draw.random() < 0.2:
+            model.catalog.sweep()
+        model.look_up()
+        kind = model.catalog.kind_numbers[Kind(missing.root, LAYOUT)]
+        found = model.catalog.match(kind, missing.parent, b"", missing.digests).rows
+        assert first not in [model.catalog.keys[row] for row in found]
+    model.sweep()
+    model.check()
+
+
+def test_a_stale_copy_is_not_found_though_the_later_one_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The later one was asked for first, so its segment became rows first."""
+    monkeypatch.setattr("kvtide.tiers.disk.intake.EAGER_ROWS", -1)
+    model = grown(3, adds=20)
+    kinds = {number: Kind(root_of(salt=salt), LAYOUT) for number, salt in enumerate(SALTS)}
+    kept = sorted(kept_in(model, kinds), key=lambda one: one.offset_bytes)
+    leaf = next(one for one in kept if not model.below(one.key))
+    again = LazyCatalog()
+    again.take(1, tables.from_rows(kinds, kept), ())
+    again.take(2, tables.from_rows(kinds, [leaf]), {leaf.offset_bytes})
+    again.settle()
+    again._take_in([again._untaken._segments.pop(2)])
+    again.take_rest()
+    assert leaf.key not in again.index
+    model.catalog = again
+    del model.records[leaf.key]
+    model.sweep()
+    model.check()

@@ -79,7 +79,7 @@ def read_index(directory: Directory, number: int, scratch: Scratch) -> Columns |
         extent = tables.extent_of(opening[: read_fully(files, descriptor, [opening], 0)], number)
         length = files.size(descriptor).length_bytes
         if length != extent.columns_bytes + extent.digests_bytes:
-            raise CorruptRecord(f"an index has {length} bytes, it speaks of {extent}")
+            raise CorruptRecord(f"an index has {length} bytes, its opening speaks of others")
         parts = [scratch.of(extent.columns_bytes), memoryview(bytearray(extent.digests_bytes))]
         if read_fully(files, descriptor, parts, 0) != length:
             raise CorruptRecord("an index is cut short")
