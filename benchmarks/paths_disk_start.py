@@ -2,9 +2,9 @@
 
 A start is a process of its own, from the making of the tier to the end of the load of a chain's
 last record, its tail, which the first lookup found: every byte of it is proven by then.
-Directories are those of `disk_made`: chains of 32 records of 16 blocks, in segments of 1 GiB. Cold:
-nothing of them is in the page cache. `all rows`: when nothing of the start goes on any more; memory
-is what the process has grown by then.
+Directories are those of `disk_made`: chains of 32 records of 16 blocks, in segments of 1 GiB.
+Cold: nothing of them is in the page cache. `all rows`: when nothing of the start goes on any more;
+memory is what the process has grown by then.
 
 Lookups ask for whole chains with their tails, at random, and are answered by the owner's `poll`,
 which has the ends of stores to see to as well while the disk writes.

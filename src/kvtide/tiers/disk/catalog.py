@@ -19,7 +19,7 @@ Ownership: the node's owner thread.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
@@ -299,6 +299,12 @@ class Catalog:
         """They were used."""
         for row in rows:
             self.marks[row] |= 1
+
+    def used(self) -> Iterator[Place]:
+        """Where those lie that were used since the hand came by, in the order of rows."""
+        for row, mark in enumerate(self.marks):
+            if mark in (USED_LEAF, USED_INNER):
+                yield self.place(row)
 
     def hold(self, key: bytes) -> None:
         """Keep a record from eviction until as many `let_go` have come; it may be cleared."""

@@ -4,6 +4,7 @@
     NNNNNNNN.segment    records, one behind the other
     NNNNNNNN.rows       which of them are complete or gone, since the index was written
     NNNNNNNN.index      the same of a sealed segment, to be read at once
+    USED                which records were used lately; from a node's end to the next start
     *.tmp               being written; removed at a start
 
 Anything else in it is somebody else's and left alone.
@@ -22,6 +23,7 @@ from kvtide.tiers.disk.files import Files, FileSize, page_memory, write_fully
 logger = logging.getLogger("kvtide.disk")
 
 LOCK = "LOCK"
+USED = "USED"
 SEGMENT, ROWS, INDEX = "segment", "rows", "index"
 SUFFIXES = (SEGMENT, ROWS, INDEX)
 TEMPORARY = ".tmp"

@@ -14,7 +14,7 @@ Ownership: the node's owner thread.
 import operator
 from array import array
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import reduce
 
 from kvtide.core.keys import KEY_BYTES
@@ -37,6 +37,7 @@ class LazyCatalog(Catalog):
         self._parentless: dict[bytes, list[int]] = {}  # rows by a parent that has none yet
         self._gone_keys: dict[bytes, int] = {}  # what is gone, and from which segment
         self._doomed: list[Place] = []
+        self._was_used: Mapping[int, set[int]] = {}
 
     # ---- asking
 
@@ -103,6 +104,10 @@ class LazyCatalog(Catalog):
         for number, count in Counter(tops).items():
             self.kinds[numbers[number]].tops += count
 
+    def remember(self, used: Mapping[int, set[int]]) -> None:
+        """These were used before the start, by segment and page."""
+        self._was_used = used
+
     def settle(self) -> list[Place]:
         """All segments are here. Where records are few, they all become rows now; otherwise as
         they are asked for, by and by as `sweep` is called, or at once by `take_rest`. Places of
@@ -168,6 +173,10 @@ class LazyCatalog(Catalog):
         self._back[base:end] = columns.back
         self._children[base:end] = columns.children
         self.marks[base:end] = _marks_of(columns.children)
+        used = self._was_used.get(one.segment, ())
+        for row, page in enumerate(columns.pages, base) if used else ():
+            if page in used:
+                self.marks[row] |= 1
         self._digests.take(one.segment, base, columns.digests, columns.blocks)
 
     def _part_twins(self, fresh: dict[bytes, int]) -> None:

@@ -24,7 +24,7 @@ from kvtide.codec import record as codec
 from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.errors import ConfigError, CorruptRecord, UnknownFormat
 from kvtide.tiers.disk import columns as tables
-from kvtide.tiers.disk import scan, sealing
+from kvtide.tiers.disk import recency, scan, sealing
 from kvtide.tiers.disk.catalog import Place
 from kvtide.tiers.disk.cleared import Clears, parsed
 from kvtide.tiers.disk.columns import Columns
@@ -35,6 +35,7 @@ from kvtide.tiers.disk.directory import (
     SEGMENT,
     SUFFIXES,
     TEMPORARY,
+    USED,
     Directory,
     parsed_name,
 )
@@ -50,6 +51,9 @@ logger = logging.getLogger("kvtide.disk")
 AHEAD = 64
 """So many indexes the kernel reads ahead. (Threads that read ahead were slower: they and the owner
 wait for one another at the interpreter's lock.)"""
+
+
+_TEMPORARIES = (f"probe{TEMPORARY}", f"{USED}{TEMPORARY}")
 
 
 @dataclass(slots=True)
@@ -124,10 +128,10 @@ def _names(directory: Directory, clears: Clears) -> dict[int, set[str]]:
         ours = parsed_name(name)
         if ours is not None:
             numbers.setdefault(ours[0], set()).add(ours[1])
-        elif name.endswith(TEMPORARY) and (name == f"probe{TEMPORARY}" or _is_temporary(name)):
+        elif name.endswith(TEMPORARY) and (name in _TEMPORARIES or _is_temporary(name)):
             with suppress(OSError):
                 directory.files.unlink(f"{directory.path}/{name}")
-        elif name != LOCK and parsed(name) is None:
+        elif name not in (LOCK, USED) and parsed(name) is None:
             others += 1
     if others:
         logger.warning("disk %s: %d files are not kvtide's; left alone", directory.path, others)
@@ -151,6 +155,7 @@ def _take_all(
             places += _take_one(catalog, space, clears, number, read)
     space.next_number = max(space.next_number, clears.last + 1)
     clears.forget(space.segments)
+    catalog.remember(recency.take(directory))
     places += catalog.settle()
     return places
 

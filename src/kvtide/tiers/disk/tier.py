@@ -13,9 +13,12 @@ ended by a queue that `poll` empties.
 """
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from kvtide.errors import ConfigError, CorruptRecord
@@ -30,7 +33,7 @@ from kvtide.tiers.base import (
     StoreOutcome,
     TierStatistics,
 )
-from kvtide.tiers.disk import start
+from kvtide.tiers.disk import recency, start
 from kvtide.tiers.disk.breaker import Breaker
 from kvtide.tiers.disk.catalog import Match
 from kvtide.tiers.disk.cleared import CLEARS_MAX, EVERYTHING, Clears, Scope
@@ -414,7 +417,19 @@ class DiskTier:
             self._room.roll()
             self._room.flush()
         if self._workers.stop(max(0.0, until - time.monotonic())):
+            self._leave_recency(until)
             self._directory.free()
+
+    def _leave_recency(self, until: float) -> None:
+        """For the next start, where there is room and the drive does not hang."""
+        content = recency.encode(self._catalog.used())
+        if self._writes.is_open or not self._space.is_room_for(len(content)):
+            return
+        work = partial(recency.write, self._directory, content)
+        thread = threading.Thread(target=work, name="kvtide-disk-used", daemon=True)
+        with suppress(RuntimeError):  # the machine grants no thread
+            thread.start()
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _shrink(self, until: float) -> None:
         """A cap that is lower than it was holds before anybody is served, or nearly."""
