@@ -304,6 +304,29 @@ def test_questions_are_answered_before_there_are_rows(
     model.check()
 
 
+@pytest.mark.parametrize("segment", [1, 2])
+def test_what_was_evicted_and_stored_again_is_there_once(
+    segment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of its two segments becomes rows first; its first place is given back once."""
+    monkeypatch.setattr("kvtide.tiers.disk.intake.EAGER_ROWS", -1)
+    model = grown(3, adds=20)
+    kinds = {number: Kind(root_of(salt=salt), LAYOUT) for number, salt in enumerate(SALTS)}
+    kept = sorted(kept_in(model, kinds), key=lambda one: one.offset_bytes)
+    leaf = next(one for one in kept if not model.below(one.key))
+    again = LazyCatalog()
+    places = again.take(1, tables.from_rows(kinds, kept), {leaf.offset_bytes})
+    assert [(place.segment, place.offset_bytes) for place in places] == [(1, leaf.offset_bytes)]
+    assert again.take(2, tables.from_rows(kinds, [leaf]), ()) == []
+    assert again.settle() == []
+    again._take_in([again._untaken._segments.pop(segment)])
+    while not again.is_swept:
+        assert again.sweep() == []
+    assert again.place(again.index[leaf.key]).segment == 2
+    model.catalog = again
+    model.check()
+
+
 def test_a_stale_copy_is_not_found_though_the_later_one_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -146,11 +146,11 @@ class LazyCatalog(Catalog):
             self._fill(one, keys)
             self._firsts.take(one.columns.firsts, rows)
             fresh = dict(zip(keys, rows, strict=True))
+            self._remove_gone(one, fresh)
             before = len(self.index)
             self.index.update(fresh)
             if len(self.index) != before + len(fresh):
                 self._part_twins(fresh)
-            self._remove_gone(one, fresh)
             self._link(one, fresh)
             for number in one.kinds:
                 self.leave_kind(number)
@@ -189,18 +189,22 @@ class LazyCatalog(Catalog):
                 self._doomed.append(self.remove(loser))
 
     def _remove_gone(self, one: Untaken, fresh: dict[bytes, int]) -> None:
-        """Rows that are not there any more; nor is an earlier twin of one."""
+        """Rows that are not there any more, and earlier twins of those, which nobody could take
+        away: of two records with one key the later counts, even if it is gone."""
         for at in one.gone:
             row = one.first_row + at
             key = self.keys[row]
-            if key is not None:
-                self._gone_keys[key] = one.segment
-                self.kinds[self._kind[row]].records += 1  # it was not counted as a record
-                self.remove(row)
+            assert key is not None, row
+            del fresh[key]
+            self._gone_keys[key] = max(one.segment, self._gone_keys.get(key, 0))
+            self.kinds[self._kind[row]].records += 1  # it was not counted as a record
+            self.remove(row)  # its place is known
+            twin = self.index.get(key)
+            if twin is not None and self._segments[twin] < one.segment:
+                self._doomed.append(self.remove(twin))
         for key in self._gone_keys.keys() & fresh.keys():
-            at_first = fresh[key]
-            if self.index.get(key) == at_first and self._gone_keys[key] > one.segment:
-                self._doomed.append(self.remove(at_first))
+            if self._gone_keys[key] > one.segment:
+                self._doomed.append(self.remove(fresh.pop(key)))
 
     def _link(self, one: Untaken, fresh: dict[bytes, int]) -> None:
         """Rows and parents in other segments find each other, whichever comes first."""
