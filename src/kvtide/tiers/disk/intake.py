@@ -55,6 +55,10 @@ class LazyCatalog(Catalog):
             return Match(found.rows, may_go_on=True)  # who stands below is not known yet
         return found
 
+    def coldest(self) -> int | None:
+        self.take_rest()  # who is a leaf is not known before
+        return super().coldest()
+
     def sweep(self) -> list[Place]:
         if self._untaken:
             self._take_in([self._untaken.pop()])

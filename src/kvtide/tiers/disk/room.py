@@ -7,8 +7,7 @@
 Space counts as free once the file system says so, never before. Ownership: the owner thread.
 """
 
-from kvtide.tiers.disk.catalog import Place
-from kvtide.tiers.disk.intake import LazyCatalog
+from kvtide.tiers.disk.catalog import Catalog, Place
 from kvtide.tiers.disk.ops import Ended, FreeOp, SealOp, UnlinkOp
 from kvtide.tiers.disk.space import Segment, Space
 from kvtide.tiers.disk.workers import Workers
@@ -25,7 +24,7 @@ gone one by one, and what is there at once."""
 class Room:
     """Takes records away and gives their space back."""
 
-    def __init__(self, catalog: LazyCatalog, space: Space, workers: Workers) -> None:
+    def __init__(self, catalog: Catalog, space: Space, workers: Workers) -> None:
         self.evicted = 0
         self.has_more = False
         """Whether the last call ended at its limit, not at its goal."""
@@ -100,8 +99,6 @@ class Room:
     def evict(self, need_bytes: int, limit_bytes: int) -> bool:
         """Take leaves away until this fits below a limit once all is free; whether it will."""
         self.has_more = False
-        if self._space.excess_bytes(need_bytes, limit_bytes) > 0:
-            self._catalog.take_rest()
         for _ in range(EVICTIONS_MAX):
             if self._space.excess_bytes(need_bytes, limit_bytes) <= 0:
                 return True
