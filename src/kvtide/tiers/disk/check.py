@@ -21,7 +21,6 @@ from kvtide.tiers.disk.directory import Directory, parsed_name
 from kvtide.tiers.disk.files import Files, SystemFiles
 from kvtide.tiers.disk.rows import Kept
 from kvtide.tiers.disk.scan import Scan
-from kvtide.tiers.disk.sealing import Scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +118,8 @@ def _named(directory: Directory, number: int) -> Columns:
     Raises:
         OSError, CorruptRecord, UnknownFormat: they cannot be read.
     """
-    scratch = Scratch()
-    rows = sealing.read_rows(
-        directory, number, scratch
-    )  # first: the index is there before they go
-    return sealing.joined(sealing.read_index(directory, number, scratch), rows)
+    rows = sealing.read_rows(directory, number)  # first: the index is there before they go
+    return sealing.joined(sealing.read_index(directory, number), rows)
 
 
 def _cleared_in(directory: Directory) -> dict[Scope, int]:

@@ -51,25 +51,27 @@ def read_whole(directory: Directory, path: str, scratch: Scratch) -> memoryview 
         files.close(descriptor)
 
 
-def read_rows(directory: Directory, number: int, scratch: Scratch) -> Rows | None:
+def read_rows(directory: Directory, number: int, scratch: Scratch | None = None) -> Rows | None:
     """A segment's rows log; None where there is none.
 
     Raises:
         OSError, UnknownFormat, CorruptRecord: it cannot be read, or does not even begin as one.
     """
-    content = read_whole(directory, directory.at(number, ROWS), scratch)
+    content = read_whole(directory, directory.at(number, ROWS), scratch or Scratch())
     if content is None or not len(content):
         return None
     return logs.read_log(content, number)
 
 
-def read_index(directory: Directory, number: int, scratch: Scratch) -> Columns | None:
+def read_index(
+    directory: Directory, number: int, scratch: Scratch | None = None
+) -> Columns | None:
     """A segment's index; None where there is none.
 
     Raises:
         OSError, UnknownFormat, CorruptRecord: it cannot be read.
     """
-    files = directory.files
+    files, scratch = directory.files, scratch or Scratch()
     try:
         descriptor = files.open(directory.at(number, INDEX), os.O_RDONLY)
     except FileNotFoundError:
@@ -126,11 +128,10 @@ def seal(directory: Directory, number: int) -> None:
     Raises:
         OSError, CorruptRecord, UnknownFormat: nothing has changed, or the log is still there.
     """
-    scratch = Scratch()
-    rows = read_rows(directory, number, scratch)
+    rows = read_rows(directory, number)
     if rows is not None and not rows.is_whole:
         raise CorruptRecord(f"{directory.at(number, ROWS)} is damaged")
-    write_index(directory, number, joined(read_index(directory, number, scratch), rows))
+    write_index(directory, number, joined(read_index(directory, number), rows))
 
 
 def write_index(directory: Directory, number: int, columns: Columns) -> None:
