@@ -64,7 +64,7 @@ def each_call(one: Opened) -> dict[Call, Callable[[], object]]:
         Call.SIZE_AT: lambda: files.size_at(one.path),
         Call.LOCK: lambda: files.lock(descriptor),
         Call.NAMES: lambda: files.names(directory),
-        Call.FREE_BYTES: lambda: files.free_bytes(directory),
+        Call.FREE_SPACE: lambda: files.free_space(directory),
         Call.MAKE_DIRECTORY: lambda: files.make_directory(directory + "/below"),
         Call.SYNC_DIRECTORY: lambda: files.sync_directory(directory),
         Call.OPEN: lambda: files.close(files.open(directory + "/other", WRITING)),
@@ -141,7 +141,7 @@ def test_a_full_disk_takes_what_it_has_room_for(opened: Opened) -> None:
     opened.files.fill_after(10_000)
     assert code_of(lambda: opened.write(8_000)) == 0
     directory = os.path.dirname(opened.path)
-    assert opened.files.free_bytes(directory)[0] == 2_000
+    assert opened.files.free_space(directory).free_bytes == 2_000
     assert code_of(lambda: opened.write(8_000, offset=8_000)) == errno.ENOSPC
     assert opened.files.size(opened.descriptor).length_bytes == 10_000
     assert opened.files.injected == {"write short": 1, "write ENOSPC": 1}
@@ -168,7 +168,7 @@ def test_a_vanished_mount_has_nothing_by_path_and_fails_what_is_open(opened: Ope
     opened.files.vanish()
     codes = {call: code_of(run) for call, run in each_call(opened).items()}
     assert set(codes.values()) == {errno.ENOENT, errno.EIO}
-    assert codes[Call.OPEN] == codes[Call.NAMES] == codes[Call.FREE_BYTES] == errno.ENOENT
+    assert codes[Call.OPEN] == codes[Call.NAMES] == codes[Call.FREE_SPACE] == errno.ENOENT
     assert codes[Call.READ] == codes[Call.WRITE] == codes[Call.SIZE] == errno.EIO
     opened.files.heal()
     assert code_of(lambda: opened.write(10)) == 0

@@ -7,20 +7,16 @@ import pytest
 
 from kvtide.core.records import Record
 from kvtide.testing.faulty_files import Call
-from kvtide.testing.tier_records import chain_of, text
 from kvtide.testing.tier_suite import TierTests
 from kvtide.tiers.base import Tier
 from kvtide.tiers.disk.tier import DiskTier
 from tests.tiers.disk_place import (
     QUEUE_BYTES_MAX,
-    ROOT,
-    SMALL,
     bytes_taken,
     disk_of,
     driven,
     files_of,
     flip,
-    keep,
     open_disk,
     payload_offset,
     place_of,
@@ -74,22 +70,3 @@ def test_what_is_made_to_outlive_a_loss_of_power(
         tier.close(30)
         assert calls[Call.SYNC] == at_the_end
         assert calls[Call.SYNC_DIRECTORY] == (sync != "none")
-
-
-def test_partial_matches_of_a_large_directory_are_there_soon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A start lists some first digests at once and the others as it is polled; whole chunks are
-    found from the first moment."""
-    monkeypatch.setattr("kvtide.tiers.disk.catalog.EAGER_ROWS", 0)
-    monkeypatch.setattr("kvtide.tiers.disk.start.EAGER_ROWS", 0)
-    chains = [chain_of(ROOT, SMALL, text(number, 6)) for number in range(20)]
-    keep(tmp_path / "kv", [record for chain in chains for record in chain], segment_bytes=1 << 18)
-    with driven(tmp_path / "kv") as tier:
-        whole, tail = chains[13]
-        assert tier.find([whole])[:1] == [whole]
-        while not disk_of(tier)._catalog.is_swept:
-            tier.poll_for(0.1)
-        assert tier.find([whole], tail.digests) == [whole, tail]
-        assert all(tier.find(chain[:1], chain[1].digests) == chain for chain in chains)
-        disk_of(tier).check_integrity()

@@ -1,7 +1,8 @@
 """The catalog against a dictionary: random operations, all beliefs checked after each."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -10,8 +11,9 @@ from kvtide.core.layout import KVLayout
 from kvtide.core.records import Record
 from kvtide.testing.tier_records import root_of
 from kvtide.tiers.disk import columns as tables
-from kvtide.tiers.disk.catalog import Catalog
+from kvtide.tiers.disk.intake import LazyCatalog
 from kvtide.tiers.disk.rows import Kept, Kind
+from tests.tiers.test_disk_rows import decoded
 
 LAYOUT = KVLayout(4, 16, (4096,))
 SALTS = ("", "one", "two")
@@ -23,7 +25,7 @@ class Model:
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
-        self.catalog = Catalog()
+        self.catalog = LazyCatalog()
         self.records: dict[bytes, Record] = {}
         self.held: list[bytes] = []
         self.next_page = 0
@@ -125,7 +127,7 @@ class Model:
         *before, last = chain
         keys = b"".join(one.key for one in before)
         kind = self.catalog.kind_numbers[Kind(record.root, LAYOUT)]
-        rows, _ = self.catalog.match(kind, chain[0].parent, keys, last.digests)
+        rows = self.catalog.match(kind, chain[0].parent, keys, last.digests).rows
         found = [self.catalog.record(row) for row in rows]
         assert found[:-1] == before
         assert found[-1].digests.startswith(last.digests)
@@ -168,22 +170,32 @@ def kept_in(model: Model, kinds: dict[int, Kind]) -> Iterator[Kept]:
         yield Kept(place.offset_bytes, kind, record.key, record.parent, record.digests)
 
 
+@pytest.fixture(params=["at once", "by and by"])
+def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How rows are made of what a start has read."""
+    if request.param == "by and by":
+        monkeypatch.setattr("kvtide.tiers.disk.intake.EAGER_ROWS", -1)
+
+
+@pytest.mark.usefixtures("start")
 @pytest.mark.parametrize("cut", [0, 1, 30, 59])
 def test_indexes_make_the_same_catalog_again(cut: int) -> None:
     """Of one segment or of two that share chains, written to bytes and read."""
     model = grown(1)
     kinds = {number: Kind(root_of(salt=salt), LAYOUT) for number, salt in enumerate(SALTS)}
     kept = sorted(kept_in(model, kinds), key=lambda one: one.offset_bytes)
-    again = Catalog()
+    again = LazyCatalog()
     for segment, part in ((1, kept[:cut]), (2, kept[cut:])):
-        content = tables.encode(tables.from_rows(kinds, part), segment)
-        again.take(segment, tables.decode(memoryview(content), segment), ())
+        again.take(
+            segment, decoded(tables.encode(tables.from_rows(kinds, part), segment), segment), ()
+        )
     assert again.settle() == []
     again.check_integrity()
     for record in model.records.values():
         assert again.record(again.index[record.key]) == record
 
 
+@pytest.mark.usefixtures("start")
 def test_what_is_gone_and_what_hung_on_it_are_not_taken_in() -> None:
     """Rows that a log takes away; one whose children it forgot."""
     model = grown(2)
@@ -193,7 +205,7 @@ def test_what_is_gone_and_what_hung_on_it_are_not_taken_in() -> None:
     behind = model.below(parent)
     assert behind
     offset = next(one.offset_bytes for one in kept if one.key == parent)
-    again = Catalog()
+    again = LazyCatalog()
     places = again.take(1, tables.from_rows(kinds, kept), {offset})
     assert [place.offset_bytes for place in places] == [offset]
     again.settle()
@@ -203,17 +215,20 @@ def test_what_is_gone_and_what_hung_on_it_are_not_taken_in() -> None:
     assert again.index.keys() == model.records.keys() - {parent, *behind}
 
 
+@pytest.mark.usefixtures("start")
 def test_of_two_records_with_one_key_the_later_counts() -> None:
     """A removal whose row was lost: the key was stored again in a later segment."""
     model = grown(3, adds=20)
     kinds = {number: Kind(root_of(salt=salt), LAYOUT) for number, salt in enumerate(SALTS)}
     kept = sorted(kept_in(model, kinds), key=lambda one: one.offset_bytes)
-    again = Catalog()
+    again = LazyCatalog()
     for segment in (1, 2):
         again.take(segment, tables.from_rows(kinds, kept), ())
-    assert len(again.settle()) == len(kept)
+    places = again.settle()
     while not again.is_swept:
-        again.sweep()
+        places += again.sweep()
+    assert {place.segment for place in places} == {1}
+    assert len(places) == len(kept)
     again.check_integrity()
     assert len(again) == len(kept)
     assert {again.place(row).segment for row in again.index.values()} == {2}
@@ -243,3 +258,98 @@ def test_what_was_used_since_the_hand_came_by_stays() -> None:
         gone.append(model.catalog.keys[row])
         model.catalog.remove(row)
     assert gone == chains[0][::-1] + chains[2][::-1] + chains[3][::-1]
+
+
+# ---- while a start's records become rows
+
+
+def taken_by_and_by(
+    kept: Sequence[Kept], again: Sequence[Kept], kinds: dict[int, Kind], draw: random.Random
+) -> LazyCatalog:
+    """A catalog of several segments, of which no record is a row yet. What is `again` in the last
+    one is gone from where it was."""
+    catalog = LazyCatalog()
+    cuts = sorted(draw.sample(range(1, len(kept)), 4))
+    gone = {one.key for one in again}
+    for segment, (begin, end) in enumerate(pairwise([0, *cuts, len(kept)]), 1):
+        part = kept[begin:end]
+        offsets = {one.offset_bytes for one in part if one.key in gone}
+        catalog.take(segment, tables.from_rows(kinds, part), offsets)
+    more = tables.from_rows(kinds, again)
+    catalog.take(len(cuts) + 2, more, {one.offset_bytes for one in again[::2]})
+    assert catalog.settle() == []
+    assert not catalog.is_taken_in
+    return catalog
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_questions_are_answered_before_there_are_rows(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any order, with slices of the rest in between: every chain and tail that is there is
+    found the first time it is asked for, nothing else is, and what it all comes to is the same.
+    Some leaves were evicted and stored again, and every second one of those evicted once more."""
+    monkeypatch.setattr("kvtide.tiers.disk.intake.EAGER_ROWS", -1)
+    model, draw = grown(seed), random.Random(seed)
+    kinds = {number: Kind(root_of(salt=salt), LAYOUT) for number, salt in enumerate(SALTS)}
+    kept = sorted(kept_in(model, kinds), key=lambda one: one.offset_bytes)
+    leaves = [one for one in kept if not model.below(one.key)]
+    again = sorted(draw.sample(leaves, 6), key=kept.index)
+    model.catalog = taken_by_and_by(kept, again, kinds, draw)
+    missing = [model.records.pop(one.key) for one in again[::2]]
+    assert len(model.catalog) == len(model.records), "gone at once"
+    for _ in range(20):
+        if draw.random() < 0.2:
+            assert model.catalog.sweep() == []
+        model.look_up()
+        record = draw.choice(missing)
+        kind = model.catalog.kind_numbers[Kind(record.root, LAYOUT)]
+        assert model.catalog.find(record.key, kind) is None
+    while not model.catalog.is_swept:
+        assert model.catalog.sweep() == [], "all places were known from the start"
+    model.check()
+
+
+@pytest.mark.parametrize("segment", [1, 2])
+def test_what_was_evicted_and_stored_again_is_there_once(
+    segment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of its two segments becomes rows first; its first place is given back once."""
+    monkeypatch.setattr("kvtide.tiers.disk.intake.EAGER_ROWS", -1)
+    model = grown(3, adds=20)
+    kinds = {number: Kind(root_of(salt=salt), LAYOUT) for number, salt in enumerate(SALTS)}
+    kept = sorted(kept_in(model, kinds), key=lambda one: one.offset_bytes)
+    leaf = next(one for one in kept if not model.below(one.key))
+    again = LazyCatalog()
+    places = again.take(1, tables.from_rows(kinds, kept), {leaf.offset_bytes})
+    assert [(place.segment, place.offset_bytes) for place in places] == [(1, leaf.offset_bytes)]
+    assert again.take(2, tables.from_rows(kinds, [leaf]), ()) == []
+    assert again.settle() == []
+    again._take_in([again._untaken._segments.pop(segment)])
+    while not again.is_swept:
+        assert again.sweep() == []
+    assert again.place(again.index[leaf.key]).segment == 2
+    model.catalog = again
+    model.check()
+
+
+def test_a_stale_copy_is_not_found_though_the_later_one_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The later one was asked for first, so its segment became rows first."""
+    monkeypatch.setattr("kvtide.tiers.disk.intake.EAGER_ROWS", -1)
+    model = grown(3, adds=20)
+    kinds = {number: Kind(root_of(salt=salt), LAYOUT) for number, salt in enumerate(SALTS)}
+    kept = sorted(kept_in(model, kinds), key=lambda one: one.offset_bytes)
+    leaf = next(one for one in kept if not model.below(one.key))
+    again = LazyCatalog()
+    again.take(1, tables.from_rows(kinds, kept), ())
+    again.take(2, tables.from_rows(kinds, [leaf]), {leaf.offset_bytes})
+    again.settle()
+    again._take_in([again._untaken._segments.pop(2)])
+    again.take_rest()
+    assert leaf.key not in again.index
+    model.catalog = again
+    del model.records[leaf.key]
+    model.sweep()
+    model.check()

@@ -1,12 +1,25 @@
 """A check proves every record, finds each that is damaged, and disturbs nobody."""
 
+import errno
 from pathlib import Path
 
-from kvtide.testing.tier_records import chain_of, text
+from kvtide.testing.faulty_files import Call
+from kvtide.testing.tier_records import chain_of, root_of, text
 from kvtide.tiers.base import LoadOutcome
-from kvtide.tiers.disk.check import check, segments_of
+from kvtide.tiers.disk.check import check, listed, segments_of
 from kvtide.units import KiB, MiB
-from tests.tiers.disk_place import ROOT, SMALL, driven, flip, keep, payload_offset, tails
+from tests.tiers.disk_place import (
+    ROOT,
+    SMALL,
+    TINY,
+    disk_of,
+    driven,
+    files_of,
+    flip,
+    keep,
+    payload_offset,
+    tails,
+)
 
 
 def test_each_damaged_record_is_found_and_no_other(tmp_path: Path) -> None:
@@ -45,3 +58,22 @@ def test_a_check_beside_a_busy_node_finds_nothing(tmp_path: Path) -> None:
                     tier.submit_store(record)
                 tier.poll()
     assert proven > 100
+
+
+def test_what_was_cleared_is_neither_listed_nor_checked(tmp_path: Path) -> None:
+    """Though its rows and bytes are all still there, one of them damaged; what another salt has,
+    and what was stored since, is."""
+    kv = tmp_path / "kv"
+    salted = chain_of(root_of(salt="s"), TINY, text(1, 1))
+    cleared, later = tails(5), tails(2, first=50)
+    places = keep(kv, salted + cleared)
+    path, offset = places[cleared[2].key]
+    flip(path, offset)
+    with driven(kv) as tier:
+        files = files_of(disk_of(tier))
+        for call in (Call.WRITE, Call.PUNCH, Call.UNLINK):
+            files.fail(call, errno.EIO, path_part="00000001.")
+        assert tier.tier.clear(b"") == len(cleared)
+        tier.keep(later)
+        for found in (listed(kv), check(kv)):
+            assert {one.record: one.fault for one in found} == dict.fromkeys(salted + later, "")

@@ -7,8 +7,17 @@ from pathlib import Path
 import pytest
 
 from kvtide.errors import ConfigError
-from kvtide.tiers.base import StoreOutcome
-from tests.tiers.disk_place import assert_holds, driven, keep, open_disk, tails
+from kvtide.tiers.base import LoadOutcome, StoreOutcome
+from tests.tiers.disk_place import (
+    assert_holds,
+    disk_of,
+    driven,
+    keep,
+    open_disk,
+    place_of,
+    settle,
+    tails,
+)
 
 OTHER_USER = 54_321
 
@@ -106,3 +115,52 @@ def test_a_directory_that_was_emptied_and_taken_is_no_longer_written_to(kv: Path
             first.poll_for(0.02)
         first.keep(tails(4, first=200))
         assert all(map(first.is_there, tails(4, first=200)))
+
+
+def test_a_node_whose_segments_are_anothers_by_now_takes_nothing_for_its_own(kv: Path) -> None:
+    """The directory was emptied by hand and taken: both count segments from one, and records lie
+    at the same places in them. Neither one's bytes are the other's, whatever each looks up, loads,
+    or takes away; nor once the second has ended and left its records behind."""
+    mine, others = tails(8), tails(8, first=50)
+    with driven(kv) as first:
+        first.keep(mine)
+        places = [place_of(disk_of(first), record) for record in mine]
+        for path in kv.iterdir():
+            path.unlink()
+        with driven(kv) as second:
+            second.keep(others)
+            assert [place_of(disk_of(second), record) for record in others] == places
+            for record in mine:
+                assert first.find([record])[:1] in ([record], [])
+                assert first.load(record) is LoadOutcome.CORRUPT
+                assert not first.is_there(record)
+            second.keep(mine[:1])
+            assert first.tier.statistics().records == 0
+            assert_holds(second, [*others, mine[0]], mine[1:])
+        while "another node" not in first.tier.statistics().state:
+            assert first.store(tails(1, first=100)) != [StoreOutcome.STORED]
+            first.pass_time(60_000)
+            first.poll_for(0.02)
+    with driven(kv) as third:
+        assert_holds(third, [*others, mine[0]], [])
+
+
+def test_nothing_of_before_is_found_once_an_emptied_directory_is_used_again(kv: Path) -> None:
+    """Also where it was emptied while nothing was loaded: a record that cannot be there is not
+    found, and its number is no other's."""
+    with driven(kv) as tier:
+        tier.keep(tails(8))
+        shutil.rmtree(kv)
+        outcomes = tier.store(tails(12, first=100))
+        assert outcomes[-1] is StoreOutcome.BROKEN
+        while tier.tier.statistics().state != "on":
+            tier.pass_time(60_000)
+            tier.poll_for(0.02)
+        assert not any(map(tier.is_there, tails(8)))
+        tier.keep(tails(4, first=200))
+        settle(tier)
+        assert_holds(tier, tails(4, first=200), tails(8))
+        tier.close(30)
+        assert {path.name for path in kv.glob("*.segment")} == {"00000002.segment"}
+    with driven(kv) as tier:
+        assert_holds(tier, tails(4, first=200), tails(8))

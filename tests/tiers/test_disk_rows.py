@@ -58,7 +58,7 @@ def test_the_bytes_of_logs_and_indexes_are_these() -> None:
     assert log == "b55bf36030ba6d278d98e4f36327b0e78816a6ea78a681cbe3718dd841c78b57"
     assert (
         hashlib.sha256(index).hexdigest()
-        == "ac8ecc3860c013005b0677d79385a3aa4523d1588cf4d9f8ef14ef2152c167cb"
+        == "b3fb415b141101603f7e41092749de957f05570ec8dd6aeda87dd040a38f0e81"
     )
 
 
@@ -88,21 +88,41 @@ def test_rows_of_another_place_are_none() -> None:
         logs.read_log(memoryview(content), SEGMENT + 1)
 
 
+def decoded(content: bytes | bytearray | memoryview, segment: int = SEGMENT) -> tables.Columns:
+    """As a start reads it."""
+    view = memoryview(content)
+    extent = tables.extent_of(view, segment)
+    if extent.columns_bytes + extent.digests_bytes != len(view):
+        raise CorruptRecord("its length")
+    parts = view[: extent.columns_bytes], view[extent.columns_bytes :]
+    return tables.decode(*parts, segment)
+
+
 def test_an_index_is_what_was_written_or_nothing() -> None:
     """Each byte, each length, another segment, another version."""
     columns = tables.from_rows({0: KIND, 1: PLAIN}, some())
     content = bytearray(tables.encode(columns, SEGMENT))
-    assert tables.decode(memoryview(content), SEGMENT) == columns
+    assert decoded(content) == columns
     for at in range(len(content)):
         content[at] ^= 1 << at % 8
         with pytest.raises((CorruptRecord, UnknownFormat)):
-            tables.decode(memoryview(content), SEGMENT)
+            decoded(content)
         content[at] ^= 1 << at % 8
     for end in range(len(content)):
         with pytest.raises(CorruptRecord):
-            tables.decode(memoryview(content)[:end], SEGMENT)
+            decoded(content[:end])
     with pytest.raises(CorruptRecord):
-        tables.decode(memoryview(content), SEGMENT + 1)
+        decoded(content, SEGMENT + 1)
+
+
+@pytest.mark.parametrize(("row", "told"), [(0, 1), (2, 3), (2, -1), (4, 1 << 30)])
+def test_a_parent_ahead_of_all_rows_is_refused(row: int, told: int) -> None:
+    """A checksum vouches for what cannot be."""
+    columns = tables.from_rows({0: KIND, 1: PLAIN}, some())
+    assert decoded(tables.encode(columns, SEGMENT)) == columns
+    columns.back[row] = told
+    with pytest.raises(CorruptRecord):
+        decoded(tables.encode(columns, SEGMENT))
 
 
 def test_room_for_an_index_is_reckoned_high_enough() -> None:
@@ -120,4 +140,4 @@ def test_bytes_from_nowhere_are_neither() -> None:
             with pytest.raises((CorruptRecord, UnknownFormat)):
                 logs.read_log(content, SEGMENT)
             with pytest.raises((CorruptRecord, UnknownFormat)):
-                tables.decode(content, SEGMENT)
+                decoded(content)

@@ -1,4 +1,4 @@
-"""The bytes of a record: one shard of one chunk, as it rests below the host. docs/formats.md.
+"""The bytes of one shard of a record, as it rests below the host. docs/formats.md.
 
     0        24                                        header_bytes       + blocks × cell_bytes
     ┌────────┬───────┬────────────┬─────────┬───────────┬─────────┬────────┬─────┬──────────┐
@@ -42,11 +42,11 @@ HEADER_BYTES_MAX = round_up(
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a record says of itself.
+    """What a shard says of itself.
 
     Attributes:
-        record: the chunk that it is a part of.
-        shard: which part; there are as many as the layout has.
+        record: the chunk that it is of.
+        shard: which of its shards; there are as many as the layout has.
         write_id: 16 random bytes, the same in all shards of one write.
         checksums: xxh3_64 of each cell, in order.
     """
@@ -117,8 +117,8 @@ def write_header(into: memoryview, header: Header) -> None:
     end = _VARIABLE_AT + len(variable)
     into[_VARIABLE_AT:end] = variable
     into[end:] = bytes(length - end)
-    seal = checksum(into[_OPENING.size :], length)
-    _OPENING.pack_into(into, 0, MAGIC, VERSION, length, seal)
+    found = checksum(into[_OPENING.size :], length)
+    _OPENING.pack_into(into, 0, MAGIC, VERSION, length, found)
 
 
 def read_header(content: memoryview) -> Header:
@@ -129,17 +129,17 @@ def read_header(content: memoryview) -> Header:
         CorruptRecord: it is not a header, is cut short, or not as it was written.
     """
     if len(content) < CELL_ALIGN_BYTES:
-        raise CorruptRecord(f"a record is cut short: {len(content)} bytes")
-    magic, version, length, seal = _OPENING.unpack_from(content)
+        raise CorruptRecord(f"a shard is cut short: {len(content)} bytes")
+    magic, version, length, wanted = _OPENING.unpack_from(content)
     if magic != MAGIC:
-        raise CorruptRecord(f"a record begins with {magic.hex()}, not with {MAGIC.hex()}")
+        raise CorruptRecord(f"a shard begins with {magic.hex()}, not with {MAGIC.hex()}")
     if version != VERSION:
-        raise UnknownFormat(f"a record has format version {version}; this kvtide knows {VERSION}")
+        raise UnknownFormat(f"a shard has format version {version}; this kvtide knows {VERSION}")
     if length % CELL_ALIGN_BYTES or not 0 < length <= min(HEADER_BYTES_MAX, len(content)):
-        raise CorruptRecord(f"a record says that its header has {length} bytes")
+        raise CorruptRecord(f"a shard says that its header has {length} bytes")
     found = checksum(content[_OPENING.size : length], length)
-    if found != seal:
-        raise CorruptRecord(f"checksum of a header is {found:#x}, expected {seal:#x}")
+    if found != wanted:
+        raise CorruptRecord(f"checksum of a header is {found:#x}, expected {wanted:#x}")
     return _parsed(content[:length])
 
 
@@ -193,7 +193,7 @@ def verify(headers: Sequence[memoryview], cells: Sequence[memoryview], asked: Re
             raise CorruptRecord(f"{error}; it was written as version {VERSION}") from error
         if header.record != asked or header.shard != shard:
             raise CorruptRecord(
-                f"a record is shard {header.shard} of {header.record.key.hex()},"
+                f"at rest is shard {header.shard} of {header.record.key.hex()},"
                 f" asked for was shard {shard} of {asked.key.hex()}"
             )
         write_ids.add(header.write_id)
@@ -210,7 +210,7 @@ def verify_cells(header: Header, payload: memoryview) -> None:
     """
     size = header.record.layout.cell_bytes[header.shard]
     if len(payload) != size * header.record.blocks:
-        raise CorruptRecord(f"the payload of a record is cut short: {len(payload)} bytes")
+        raise CorruptRecord(f"the payload of a shard is cut short: {len(payload)} bytes")
     for block, wanted in enumerate(header.checksums):
         found = checksum(payload[block * size : (block + 1) * size])
         if found != wanted:

@@ -18,9 +18,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvtide.tiers.disk.files import Buffer, Files, FileSize, SystemFiles
+from kvtide.tiers.disk.files import Buffer, Files, FileSize, FreeSpace, SystemFiles
 
 
 class Call(enum.StrEnum):
@@ -41,7 +41,7 @@ class Call(enum.StrEnum):
     SYNC_DIRECTORY = "sync_directory"
     UNLINK = "unlink"
     RENAME = "rename"
-    FREE_BYTES = "free_bytes"
+    FREE_SPACE = "free_space"
     LOCK = "lock"
 
 
@@ -54,7 +54,7 @@ BY_PATH = frozenset(
         Call.SYNC_DIRECTORY,
         Call.UNLINK,
         Call.RENAME,
-        Call.FREE_BYTES,
+        Call.FREE_SPACE,
     }
 )
 """Where a mount has vanished these find nothing; the others have a descriptor of what is gone."""
@@ -350,12 +350,13 @@ class FaultyFiles:
         self._enter(Call.RENAME, path)
         self._files.rename(path, to)
 
-    def free_bytes(self, directory: str) -> tuple[int, int]:
+    def free_space(self, directory: str) -> FreeSpace:
         """What `fill_after` leaves is what is free."""
-        self._enter(Call.FREE_BYTES, directory)
-        free, total = self._files.free_bytes(directory)
-        room_bytes = self._room_bytes
-        return (free if room_bytes is None else min(free, room_bytes)), total
+        self._enter(Call.FREE_SPACE, directory)
+        space = self._files.free_space(directory)
+        if self._room_bytes is None:
+            return space
+        return replace(space, free_bytes=min(space.free_bytes, self._room_bytes))
 
     def lock(self, descriptor: int) -> bool:
         self._enter(Call.LOCK, self._path(descriptor))

@@ -19,28 +19,23 @@ Ownership: the node's owner thread.
 """
 
 from array import array
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from kvtide.codec.record import stored_bytes
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.core.records import Record
-from kvtide.tiers.disk.columns import Columns
+from kvtide.tiers.disk.digests import Digests
 from kvtide.tiers.disk.firsts import Firsts
+from kvtide.tiers.disk.kinds import KindState
 from kvtide.tiers.disk.rows import Kept, Kind
 
-EAGER_ROWS = 65_536
-"""Rows whose first digests a start lists at once: 30 milliseconds."""
 SWEEP_ROWS, SWEEP_REMOVALS = 8192, 512
 """Rows that one slice of `sweep` looks at and takes away: about two milliseconds."""
 
 COLD_LEAF, USED_LEAF, COLD_INNER, USED_INNER, DEAD = range(5)
 """Marks. Inner: it has children, or is held."""
 _COOLED = bytes((COLD_LEAF, COLD_LEAF, COLD_INNER, COLD_INNER, *range(DEAD, 256)))
-_INNER_OF = bytes((COLD_LEAF, COLD_INNER, *range(2, 256)))
-"""From whether a row has children to its mark at a start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +47,17 @@ class Place:
     length_bytes: int
 
 
-@dataclass(slots=True)
-class KindState:
-    """A kind, and what is there of it.
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What is there of a chain.
 
     Attributes:
-        records: how many can be found.
-        tops: those that stand right below the root.
-        users: stores on their way.
-        is_retired: it was cleared; what is left of it is being taken away.
+        rows: of its records, in order.
+        may_go_on: whether the last one has children that were not looked at.
     """
 
-    kind: Kind
-    records: int = 0
-    tops: int = 0
-    users: int = 0
-    is_retired: bool = False
-    lengths: dict[int, int] = field(default_factory=dict)
-    """Stored bytes by number of blocks."""
-
-    def length_bytes(self, blocks: int) -> int:
-        """Bytes at rest of a record with so many blocks."""
-        known = self.lengths.get(blocks)
-        if known is None:
-            known = self.lengths[blocks] = stored_bytes(self.kind.layout, blocks)
-        return known
+    rows: list[int]
+    may_go_on: bool
 
 
 class Catalog:
@@ -96,15 +77,13 @@ class Catalog:
         self._blocks = array("H")
         self._back = array("i")  # how many rows ahead the parent stands; 0: it is the root
         self._children = array("I")
-        self._digests: list[bytes] = []
+        self._digests = Digests()
         self._free: list[int] = []
         self._firsts = Firsts()
         self._held: dict[bytes, int] = {}
         self._next_leaf: tuple[int, bytes] | None = None  # row and key of a parent left childless
         self._sweep_at = -1
         self._orphans = False
-        self._elsewhere: list[tuple[int, bytes]] = []
-        self._has_twins = False
 
     # ---- asking
 
@@ -162,7 +141,7 @@ class Catalog:
 
     def digests(self, row: int) -> bytes:
         """Of its blocks."""
-        return self._digests[row]
+        return self._digests.of(row, self._segments[row])
 
     def record(self, row: int) -> Record:
         """All that is known of it."""
@@ -176,13 +155,11 @@ class Catalog:
         """Whether it may have children."""
         return self._blocks[row] == self.kinds[self._kind[row]].kind.layout.blocks_per_chunk
 
-    def match(
-        self, kind: int | None, parent: bytes, keys: bytes, digests: bytes
-    ) -> tuple[list[int], bool]:
-        """Rows of the chain that are there, and whether it may go on: see `Found`."""
-        if kind is None or self.kinds[kind].is_retired:
-            return [], False
+    def match(self, kind: int | None, parent: bytes, keys: bytes, digests: bytes) -> Match:
+        """What is there of a chain: see `Found`."""
         rows: list[int] = []
+        if kind is None or self.kinds[kind].is_retired:
+            return Match(rows, may_go_on=False)
         for start in range(0, len(keys), KEY_BYTES):
             key = keys[start : start + KEY_BYTES]
             row = self.find(key, kind)
@@ -197,7 +174,7 @@ class Catalog:
             if best is not None:
                 rows.append(best)
         self.touch(rows)
-        return rows, below and not is_all
+        return Match(rows, may_go_on=below and not is_all)
 
     def _has_children(self, kind: int, row: int | None, parent: bytes) -> bool:
         if row is None:
@@ -248,7 +225,7 @@ class Catalog:
         parent = None if kept.parent == state.kind.root.key else self.index[kept.parent]
         row = self._free.pop() if self._free else self._grown()
         self.keys[row] = kept.key
-        self._digests[row] = kept.digests
+        self._digests.put(row, kept.digests)
         self._segments[row] = segment
         self._pages[row] = kept.offset_bytes // CELL_ALIGN_BYTES
         self._kind[row] = kind
@@ -271,7 +248,6 @@ class Catalog:
     def _grown(self) -> int:
         row = len(self.keys)
         self.keys.append(None)
-        self._digests.append(b"")
         self.marks.append(DEAD)
         for column in self._columns():
             column.append(0)
@@ -285,11 +261,11 @@ class Catalog:
         """It is not there any more, nor is what stood below it, which `sweep` will find."""
         key, place, state = self.keys[row], self.place(row), self.kinds[self._kind[row]]
         assert key is not None, row
-        self._firsts.remove(self._digests[row], row)
+        self._firsts.remove(self.digests(row), row)
+        self._digests.drop(row, place.segment)
         if self.index.get(key) == row:
             del self.index[key]
         self.keys[row] = None
-        self._digests[row] = b""
         self.marks[row] = DEAD
         state.records -= 1
         back = self._back[row]
@@ -323,6 +299,12 @@ class Catalog:
         """They were used."""
         for row in rows:
             self.marks[row] |= 1
+
+    def used(self) -> Iterator[Place]:
+        """Where those lie that were used since the hand came by, in the order of rows."""
+        for row, mark in enumerate(self.marks):
+            if mark in (USED_LEAF, USED_INNER):
+                yield self.place(row)
 
     def hold(self, key: bytes) -> None:
         """Keep a record from eviction until as many `let_go` have come; it may be cleared."""
@@ -366,9 +348,6 @@ class Catalog:
 
     def sweep(self) -> list[Place]:
         """Take away what nobody can reach, of one slice of the rows; `is_swept` tells the end."""
-        if not self._firsts.is_listed:
-            self._firsts.list_some(self.keys)
-            return []
         if self._sweep_at < 0:
             self._sweep_at, self._orphans = 0, False
         places: list[Place] = []
@@ -383,80 +362,10 @@ class Catalog:
         self._sweep_at = row if row < len(self.keys) else -1
         return places
 
-    def stop_listing(self) -> None:
-        """Partial matches are not asked for any more."""
-        self._firsts.stop_listing()
-
     @property
     def is_swept(self) -> bool:
         """Whether nothing waits for `sweep`."""
-        return self._sweep_at < 0 and not self._orphans and self._firsts.is_listed
-
-    # ---- segments
-
-    def take(self, segment: int, columns: Columns, gone: Collection[int]) -> list[Place]:
-        """A segment's records, at a start, in the order of segments; `settle` follows once all are
-        here. `gone`: offsets of those that are not there any more; their places are returned."""
-        base, count = len(self.keys), len(columns)
-        if not count:
-            return []
-        rows = range(base, base + count)
-        numbers = [self.kind_number(kind) for kind in columns.kinds]
-        self.keys.extend(columns.keys)
-        self._segments.extend(array("I", [segment]) * count)
-        self._pages.extend(columns.pages)
-        self._kind.extend(map(numbers.__getitem__, columns.kind))
-        self._blocks.extend(columns.blocks)
-        self._back.extend(columns.back)
-        self._children.extend(columns.children)
-        self._digests.extend(columns.digests)
-        before = len(self.index)
-        self.index.update(zip(columns.keys, rows, strict=True))
-        self._has_twins = self._has_twins or len(self.index) != before + count
-        self.marks += bytes(map(bool, columns.children)).translate(_INNER_OF)
-        self._elsewhere += [(base + row, key) for row, key in columns.elsewhere]
-        self._firsts.add_later(rows, columns.keys, columns.firsts)
-        if len(self.keys) <= EAGER_ROWS:
-            self._firsts.list_some(self.keys)
-        self._count(numbers, columns)
-        if not gone:
-            return []
-        pages = {offset // CELL_ALIGN_BYTES for offset in gone}
-        return [self.remove(row) for row in rows if self._pages[row] in pages]
-
-    def _count(self, numbers: list[int], columns: Columns) -> None:
-        if len(numbers) == 1:
-            self.kinds[numbers[0]].records += len(columns)
-            self.kinds[numbers[0]].tops += columns.back.count(0)
-            return
-        tops = [
-            number for number, back in zip(columns.kind, columns.back, strict=True) if not back
-        ]
-        for number, count in Counter(columns.kind).items():
-            self.kinds[numbers[number]].records += count
-        for number, count in Counter(tops).items():
-            self.kinds[numbers[number]].tops += count
-
-    def settle(self) -> list[Place]:
-        """All segments are here: find parents in others; where those lie that have none."""
-        places = []
-        if self._has_twins:  # of two records with one key the later counts, even if it is gone
-            at = self.index.get
-            twins = [row for row, key in enumerate(self.keys) if key and at(key) != row]
-            places += [self.remove(row) for row in twins]
-        for row, key in self._elsewhere:
-            if self.keys[row] is None:
-                continue
-            parent = self.find(key, self._kind[row])
-            if parent is None or parent == row:
-                places.append(self.remove(row))
-                continue
-            self._back[row] = row - parent
-            self._children[parent] += 1
-            self.kinds[self._kind[row]].tops -= 1
-            self._mark(parent)
-        self._elsewhere = []
-        return places
+        return self._sweep_at < 0 and not self._orphans
 
     def check_integrity(self) -> None:
         """Every belief that costs a walk over all rows."""
@@ -481,7 +390,6 @@ class Catalog:
         assert tops == {number: state.tops for number, state in states}, tops
         assert all(state.records or state.users for state in self.kinds.values())
         assert len(self.index) == sum(records.values()), (len(self.index), records)
-        assert self._firsts.is_listed, "sweep first"
         assert len(self._firsts) == len(self.index), (len(self._firsts), len(self.index))
 
 

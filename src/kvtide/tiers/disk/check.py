@@ -2,19 +2,20 @@
 
 It only reads. What rows and index name is looked for in the segment, header and blocks are proven;
 a record that differs is looked up once more at the end, since the node may have taken it away
-meanwhile: only what the rows still name then is damaged.
+meanwhile: only what the rows still name then is damaged. What was cleared is not there, whether or
+not its rows have followed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtide.codec import record as codec
-from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.core.records import Record
 from kvtide.errors import CorruptRecord, UnknownFormat
 from kvtide.tiers.disk import sealing
+from kvtide.tiers.disk.cleared import Scope, is_cleared, told_by
 from kvtide.tiers.disk.columns import Columns
 from kvtide.tiers.disk.directory import Directory, parsed_name
 from kvtide.tiers.disk.files import Files, SystemFiles
@@ -57,6 +58,7 @@ def segments_of(path: Path, files: Files | None = None) -> dict[int, int]:
 def listed(path: Path, files: Files | None = None) -> Iterator[Checked]:
     """All records as rows and indexes name them, in order; nothing is proven. Raises OSError."""
     directory = Directory(str(path), files or SystemFiles())
+    up_to = _cleared_in(directory)
     for number in segments_of(path, files):
         try:
             columns = _named(directory, number)
@@ -65,7 +67,7 @@ def listed(path: Path, files: Files | None = None) -> Iterator[Checked]:
         except (OSError, CorruptRecord, UnknownFormat) as error:
             yield Checked(number, None, 0, None, str(error))
             continue
-        for kept in sealing.kept_of(columns):
+        for kept in _left(columns, number, up_to):
             record, length_bytes = _record_of(columns, kept)
             yield Checked(number, kept.offset_bytes, length_bytes, record)
 
@@ -81,12 +83,15 @@ def check(path: Path, first_segment: int = 0, files: Files | None = None) -> Ite
     """Prove all records from a segment on, in order: who keeps the number of the last one that is
     done can go on from there. Raises OSError where the directory itself cannot be read."""
     directory = Directory(str(path), files or SystemFiles())
+    up_to = _cleared_in(directory)
     for number in segments_of(path, files):
         if number >= first_segment:
-            yield from _check_segment(directory, number)
+            yield from _check_segment(directory, number, up_to)
 
 
-def _check_segment(directory: Directory, number: int) -> Iterator[Checked]:
+def _check_segment(
+    directory: Directory, number: int, up_to: Mapping[Scope, int]
+) -> Iterator[Checked]:
     try:
         columns = _named(directory, number)
         scan = Scan(directory, number)
@@ -96,7 +101,7 @@ def _check_segment(directory: Directory, number: int) -> Iterator[Checked]:
         yield Checked(number, None, 0, None, str(error))
         return
     try:
-        for kept in sealing.kept_of(columns):
+        for kept in _left(columns, number, up_to):
             record, length = _record_of(columns, kept)
             fault = _fault(scan, kept.offset_bytes, record)
             if fault and not _is_still_named(directory, number, kept):
@@ -117,6 +122,16 @@ def _named(directory: Directory, number: int) -> Columns:
     return sealing.joined(sealing.read_index(directory, number), rows)
 
 
+def _cleared_in(directory: Directory) -> dict[Scope, int]:
+    return told_by(directory.files.names(directory.path))
+
+
+def _left(columns: Columns, number: int, up_to: Mapping[Scope, int]) -> Iterator[Kept]:
+    """Records of a segment that were not cleared."""
+    left = [not is_cleared(up_to, kind, number) for kind in columns.kinds]
+    return (kept for kept in sealing.kept_of(columns) if left[kept.kind])
+
+
 def _fault(scan: Scan, offset_bytes: int, record: Record) -> str:
     """What is wrong with the record at a place; empty: nothing."""
     try:
@@ -133,10 +148,7 @@ def _fault(scan: Scan, offset_bytes: int, record: Record) -> str:
 
 def _is_still_named(directory: Directory, number: int, kept: Kept) -> bool:
     try:
-        columns = _named(directory, number)
+        left = _left(_named(directory, number), number, _cleared_in(directory))
     except (OSError, CorruptRecord, UnknownFormat):
         return False
-    page = kept.offset_bytes // CELL_ALIGN_BYTES
-    return any(
-        key == kept.key and at == page for key, at in zip(columns.keys, columns.pages, strict=True)
-    )
+    return any((one.key, one.offset_bytes) == (kept.key, kept.offset_bytes) for one in left)

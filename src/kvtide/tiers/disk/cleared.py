@@ -13,7 +13,7 @@ Ownership: `Clears` is the node's owner's thread's; the writing thread makes and
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvtide.tiers.disk.ops import ClearOp, Ended
@@ -50,6 +50,14 @@ class Scope:
 EVERYTHING = Scope(None, None)
 
 
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """What one file says: records that a scope means are gone, up to this segment."""
+
+    scope: Scope
+    up_to: int
+
+
 def name_of(scope: Scope, up_to: int) -> str:
     """Of its file."""
     salt, fingerprint = scope.salt_digest, scope.fingerprint
@@ -58,7 +66,7 @@ def name_of(scope: Scope, up_to: int) -> str:
     return f"{up_to:08d}.{salt_part}.{fingerprint_part}{CLEARED}"
 
 
-def parsed(name: str) -> tuple[Scope, int] | None:
+def parsed(name: str) -> Clear | None:
     """What a file's name says; None: it is no clear."""
     match = _NAME.fullmatch(name)
     if match is None:
@@ -66,7 +74,22 @@ def parsed(name: str) -> tuple[Scope, int] | None:
     up_to, salt, fingerprint = match.groups()
     salt_digest = None if salt == "all" else b"" if salt == "none" else bytes.fromhex(salt)
     scope = Scope(salt_digest, None if fingerprint == "all" else bytes.fromhex(fingerprint))
-    return scope, int(up_to)
+    return Clear(scope, int(up_to))
+
+
+def told_by(names: Iterable[str]) -> dict[Scope, int]:
+    """What the names in a directory say was cleared, up to which segment."""
+    up_to: dict[Scope, int] = {}
+    for said in filter(None, map(parsed, names)):
+        up_to[said.scope] = max(up_to.get(said.scope, 0), said.up_to)
+    return up_to
+
+
+def is_cleared(up_to: Mapping[Scope, int], kind: Kind, segment: int) -> bool:
+    """Whether records of this kind in this segment were cleared."""
+    salt, fingerprint = kind.root.salt_digest, kind.root.fingerprint
+    scopes = (Scope(a, b) for a in (None, salt) for b in (None, fingerprint))
+    return bool(up_to) and any(segment <= up_to.get(one, 0) for one in scopes)
 
 
 class Clears:
@@ -86,15 +109,11 @@ class Clears:
 
     def take(self, names: Iterable[str]) -> None:
         """What the directory's files say."""
-        for name in names:
-            said = parsed(name)
-            if said is None:
-                continue
-            scope, up_to = said
-            before = self._up_to.get(scope, 0)
-            self._up_to[scope] = max(before, up_to)
-            if before:
-                self._to_remove[name_of(scope, min(before, up_to))] = None
+        names = list(names)
+        self._up_to = told_by(names)
+        for said in filter(None, map(parsed, names)):
+            if said.up_to < self._up_to[said.scope]:
+                self._to_remove[name_of(said.scope, said.up_to)] = None
 
     @property
     def last(self) -> int:
@@ -103,9 +122,7 @@ class Clears:
 
     def means(self, kind: Kind, segment: int) -> bool:
         """Whether records of this kind in this segment were cleared."""
-        salt, fingerprint = kind.root.salt_digest, kind.root.fingerprint
-        scopes = (Scope(a, b) for a in (None, salt) for b in (None, fingerprint))
-        return bool(self._up_to) and any(segment <= self._up_to.get(one, 0) for one in scopes)
+        return is_cleared(self._up_to, kind, segment)
 
     def leave_alone(self, segment: int) -> None:
         """What this one holds is not known: all clears of it stay."""

@@ -1,17 +1,17 @@
 """The index of a sealed segment (`NNNNNNNN.index`): columns that a start takes in as they are.
 
-A node that starts reads these instead of a million rows one by one: keys are cut by one call of
-`struct`, the other columns become arrays by one copy. A row's parent is told as *how many rows
-ahead of it* it stands, which holds wherever the rows land; parents of other segments are listed
-by key. docs/formats.md has the layout.
+A node that starts reads these instead of a million rows one by one: each column is one copy, and
+none is cut into rows before they are asked for. A row's parent is told as *how many rows ahead of
+it* it stands, which holds wherever the rows land; parents of other segments are listed by key.
+docs/formats.md has the layout.
 """
 
-import operator
 import struct
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from kvtide.codec import record as codec
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
@@ -22,11 +22,13 @@ from kvtide.tiers.disk.rows import Kept, Kind, kind_bytes, read_kind
 MAGIC = b"kvtidIDX"
 VERSION = 1
 
-_OPENING = struct.Struct("<8sIIQIIIIQ")
-"""Magic, version, segment, checksum of all that follows it, rows, kinds, their bytes, parents
-elsewhere, digests."""
-_SEALED_AT = 24
-ROW_BYTES = KEY_BYTES + 8 + 4 + 4 + 4 + 4 + 2
+_OPENING = struct.Struct("<8sIIQQIIIIQ")
+"""Magic, version, segment, checksum of all that follows up to the digests, checksum of these,
+rows, kinds, their bytes, parents elsewhere, digests."""
+OPENING_BYTES = _OPENING.size
+_PROVEN_AT = 24
+FIRST_BYTES = 8
+ROW_BYTES = KEY_BYTES + FIRST_BYTES + 4 + 4 + 4 + 4 + 2
 """Of all columns together."""
 ELSEWHERE_BYTES = 4 + KEY_BYTES
 
@@ -37,30 +39,55 @@ class Columns:
 
     Attributes:
         kinds: definitions; `kind` numbers them from 0.
-        keys: 32 bytes each.
-        firsts: the first 8 bytes of a record's first digest, as a number.
+        keys: 32 bytes each, one behind the other.
+        firsts: the first 8 bytes of a record's first digest.
         pages: where a record begins in its segment, in units of 4096 bytes.
         kind: number of its definition.
         back: how many rows ahead its parent stands; 0: it is the root or elsewhere.
         children: rows of the same segment that stand below it.
         blocks: how many it holds.
         elsewhere: rows whose parents lie in other segments, and their keys.
-        digests: of a record's blocks, 16 bytes each.
+        digests: of all blocks of all rows, 16 bytes each, one behind the other.
     """
 
     kinds: list[Kind] = field(default_factory=list)
-    keys: tuple[bytes, ...] = ()
-    firsts: "array[int]" = field(default_factory=lambda: array("Q"))
+    keys: bytes = b""
+    firsts: bytes = b""
     pages: "array[int]" = field(default_factory=lambda: array("I"))
     kind: "array[int]" = field(default_factory=lambda: array("I"))
     back: "array[int]" = field(default_factory=lambda: array("i"))
     children: "array[int]" = field(default_factory=lambda: array("I"))
     blocks: "array[int]" = field(default_factory=lambda: array("H"))
     elsewhere: list[tuple[int, bytes]] = field(default_factory=list)
-    digests: tuple[bytes, ...] = ()
+    digests: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.blocks)
+
+    def cut_keys(self) -> tuple[bytes, ...]:
+        """The key of each row."""
+        return struct.Struct(f"{KEY_BYTES}s" * len(self)).unpack(self.keys)
+
+    def cut_digests(self) -> Iterator[bytes]:
+        """The digests of each row."""
+        begin = 0
+        for blocks in self.blocks:
+            end = begin + blocks * INNER_DIGEST_BYTES
+            yield bytes(self.digests[begin:end])
+            begin = end
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Lengths of the two parts of an index.
+
+    Attributes:
+        columns_bytes: its opening and all columns but the last.
+        digests_bytes: the last one.
+    """
+
+    columns_bytes: int
+    digests_bytes: int
 
 
 def from_rows(kinds: dict[int, Kind], kept: Iterable[Kept]) -> Columns:
@@ -79,59 +106,77 @@ def from_rows(kinds: dict[int, Kind], kept: Iterable[Kept]) -> Columns:
         elif record.parent != kinds[record.kind].root.key:
             columns.elsewhere.append((row, record.parent))
         rows[record.key] = row
-        columns.firsts.append(int.from_bytes(record.digests[:8], "little"))
         columns.pages.append(record.offset_bytes // CELL_ALIGN_BYTES)
         columns.kind.append(numbers[record.kind])
         columns.back.append(0 if parent is None else row - parent)
         columns.children.append(0)
         columns.blocks.append(record.blocks)
-    columns.keys = tuple(rows)
-    columns.digests = tuple(record.digests for record in ordered.values())
+    columns.keys = b"".join(rows)
+    columns.firsts = b"".join(record.digests[:FIRST_BYTES] for record in ordered.values())
+    columns.digests = memoryview(b"".join(record.digests for record in ordered.values()))
     return columns
 
 
 def encode(columns: Columns, segment: int) -> bytes:
     """The file."""
     kinds = b"".join(kind_bytes(number, kind) for number, kind in enumerate(columns.kinds))
-    parts = [kinds, *columns.keys]
+    parts = [kinds, columns.keys, columns.firsts]
     parts += [_little(column).tobytes() for column in _arrays(columns)]
     parts += [struct.pack("<I", row) + key for row, key in columns.elsewhere]
-    content = b"".join([*parts, *columns.digests])
+    content = b"".join(parts)
     counts = (len(columns), len(columns.kinds), len(kinds), len(columns.elsewhere))
-    opening = _OPENING.pack(MAGIC, VERSION, segment, 0, *counts, sum(columns.blocks))
-    seal = codec.checksum(opening[_SEALED_AT:] + content, segment)
-    return opening[: _SEALED_AT - 8] + struct.pack("<Q", seal) + opening[_SEALED_AT:] + content
+    checksum_of_digests = codec.checksum(columns.digests, segment)
+    opening = _OPENING.pack(
+        MAGIC, VERSION, segment, 0, checksum_of_digests, *counts, sum(columns.blocks)
+    )
+    checksum = struct.pack("<Q", codec.checksum(opening[_PROVEN_AT:] + content, segment))
+    opening = opening[: _PROVEN_AT - len(checksum)] + checksum + opening[_PROVEN_AT:]
+    return b"".join([opening, content, columns.digests])
 
 
-def decode(content: memoryview, segment: int) -> Columns:
-    """What `encode` was given.
+def extent_of(opening: memoryview, segment: int) -> Extent:
+    """How long an index is that begins so.
 
     Raises:
         UnknownFormat: it is of a version that is not ours.
-        CorruptRecord: it is damaged, cut short, or of another segment.
+        CorruptRecord: it is none of this segment.
     """
-    if len(content) < _OPENING.size:
+    if len(opening) < OPENING_BYTES:
         raise CorruptRecord("an index is cut short")
-    magic, version, number, seal, *counts = _OPENING.unpack_from(content)
+    magic, version, number, _, _, rows, _, kinds_bytes, elsewhere, digests = _OPENING.unpack_from(
+        opening
+    )
     if magic == MAGIC and version != VERSION:
         raise UnknownFormat(f"an index has format version {version}; this kvtide knows {VERSION}")
     if (magic, number) != (MAGIC, segment):
         raise CorruptRecord(f"an index begins with {magic.hex()} of segment {number}")
-    rows, kinds, kinds_bytes, elsewhere, digests = counts
-    length = _OPENING.size + kinds_bytes + rows * ROW_BYTES
-    length += elsewhere * ELSEWHERE_BYTES + digests * INNER_DIGEST_BYTES
-    if len(content) != length:
-        raise CorruptRecord(f"an index has {len(content)} bytes, it speaks of {length}")
-    if codec.checksum(content[_SEALED_AT:], segment) != seal:
+    ahead = OPENING_BYTES + kinds_bytes + rows * ROW_BYTES + elsewhere * ELSEWHERE_BYTES
+    return Extent(ahead, digests * INNER_DIGEST_BYTES)
+
+
+def decode(content: memoryview, digests: memoryview, segment: int) -> Columns:
+    """What `encode` was given, from both parts of `extent_of`; the second one is kept as it is.
+
+    Raises:
+        CorruptRecord: it is damaged.
+    """
+    _, _, _, wanted, wanted_of_digests, *counts = _OPENING.unpack_from(content)
+    rows, kinds, _, elsewhere, digest_count = counts
+    if (
+        codec.checksum(content[_PROVEN_AT:], segment) != wanted
+        or codec.checksum(digests, segment) != wanted_of_digests
+    ):
         raise CorruptRecord("checksum of an index")
     columns = Columns()
-    at = _OPENING.size
+    at = OPENING_BYTES
     for _ in range(kinds):
-        _, kind, kind_length = read_kind(content[at:])
-        columns.kinds.append(kind)
-        at += kind_length
-    columns.keys = struct.Struct("32s" * rows).unpack_from(content, at)
+        definition = read_kind(content[at:])
+        columns.kinds.append(definition.kind)
+        at += definition.length_bytes
+    columns.keys = bytes(content[at : at + KEY_BYTES * rows])
     at += KEY_BYTES * rows
+    columns.firsts = bytes(content[at : at + FIRST_BYTES * rows])
+    at += FIRST_BYTES * rows
     for column in _arrays(columns):
         end = at + column.itemsize * rows
         column.frombytes(content[at:end])
@@ -141,11 +186,9 @@ def decode(content: memoryview, segment: int) -> Columns:
         (row,) = struct.unpack_from("<I", content, at)
         columns.elsewhere.append((row, bytes(content[at + 4 : at + ELSEWHERE_BYTES])))
         at += ELSEWHERE_BYTES
-    if not _is_consistent(columns, digests):
+    if not _is_consistent(columns, digest_count):
         raise CorruptRecord("an index says what cannot be")
-    sizes = {blocks: f"{blocks * INNER_DIGEST_BYTES}s" for blocks in set(columns.blocks)}
-    cut = struct.Struct("".join(map(sizes.__getitem__, columns.blocks)))
-    columns.digests = cut.unpack_from(content, at)
+    columns.digests = digests
     return columns
 
 
@@ -156,10 +199,25 @@ def _is_consistent(columns: Columns, digests: int) -> bool:
         max(columns.kind) < len(columns.kinds)
         and min(columns.blocks) > 0
         and sum(columns.blocks) == digests
-        and min(columns.back) >= 0
-        and max(map(operator.sub, columns.back, range(rows))) <= 0
+        and _are_ahead(columns.back)
         and all(row < rows for row, _ in columns.elsewhere)
     )
+
+
+def _are_ahead(back: "array[int]") -> bool:
+    """Whether each number is at most that of its row, without a step for each: all rows as one
+    number, from whose every part, with its highest bit set, one of `back` is taken. Where that
+    bit is still set the part was large enough."""
+    highest, most = _limits(len(back))
+    told = int.from_bytes(back.tobytes(), sys.byteorder)
+    return not told & highest and (most - told) & highest == highest
+
+
+@lru_cache(maxsize=8)  # most segments are full, of equal records
+def _limits(rows: int) -> tuple[int, int]:
+    """For `_are_ahead`: the highest bit of each part, and with it the largest number."""
+    highest = int.from_bytes(array("i", [-1 << 31]).tobytes() * rows, sys.byteorder)
+    return highest, highest | int.from_bytes(array("i", range(rows)).tobytes(), sys.byteorder)
 
 
 def index_bytes_max(kinds_bytes: int, rows: int, digests: int) -> int:
@@ -171,7 +229,7 @@ def index_bytes_max(kinds_bytes: int, rows: int, digests: int) -> int:
 def _arrays(columns: Columns) -> "list[array[int]]":
     """The columns that are numbers, in the file's order."""
     named = columns
-    return [named.firsts, named.pages, named.kind, named.back, named.children, named.blocks]
+    return [named.pages, named.kind, named.back, named.children, named.blocks]
 
 
 def _little(column: "array[int]") -> "array[int]":

@@ -4,6 +4,7 @@
     NNNNNNNN.segment    records, one behind the other
     NNNNNNNN.rows       which of them are complete or gone, since the index was written
     NNNNNNNN.index      the same of a sealed segment, to be read at once
+    USED                which records were used lately; from a node's end to the next start
     *.tmp               being written; removed at a start
 
 Anything else in it is somebody else's and left alone.
@@ -17,11 +18,12 @@ import stat
 from dataclasses import dataclass
 
 from kvtide.errors import ConfigError
-from kvtide.tiers.disk.files import Files, page_memory, write_fully
+from kvtide.tiers.disk.files import Files, FileSize, page_memory, write_fully
 
 logger = logging.getLogger("kvtide.disk")
 
 LOCK = "LOCK"
+USED = "USED"
 SEGMENT, ROWS, INDEX = "segment", "rows", "index"
 SUFFIXES = (SEGMENT, ROWS, INDEX)
 TEMPORARY = ".tmp"
@@ -90,7 +92,7 @@ class Directory:
         try:
             self.files.make_directory(self.path)
             self._require_own()
-            self._lock()
+            self._lock(is_renewal=False)
         except OSError as error:
             raise ConfigError(
                 f"disk_path {self.path} cannot be used: {error.strerror or error};"
@@ -119,7 +121,7 @@ class Directory:
                 " chmod it to 700"
             )
 
-    def _lock(self) -> None:
+    def _lock(self, *, is_renewal: bool) -> None:
         descriptor = self.files.open(self.lock_path, os.O_RDWR | os.O_CREAT)
         if not self.files.lock(descriptor):
             content = bytearray(32)
@@ -129,15 +131,12 @@ class Directory:
             raise ConfigError(
                 f"disk_path {self.path} is used by process {holder}; one node may use it at a time"
             )
-        before = self.device, self.inode
         try:
-            found = self.files.size(descriptor)
-            self.device, self.inode = found.device, found.inode
-            self.require()  # the file that was opened may have been replaced before it was locked
+            locked = self._locked(descriptor, is_renewal=is_renewal)
         except OSError:
-            self.device, self.inode = before
             self.files.close(descriptor)
             raise
+        self.device, self.inode = locked.device, locked.inode
         try:
             self.files.truncate(descriptor, 0)
             write_fully(self.files, descriptor, [f"{os.getpid()}\n".encode()], 0)
@@ -145,8 +144,23 @@ class Directory:
             logger.warning("%s: %s", self.lock_path, error)
         self.lock_descriptor = descriptor
 
+    def _locked(self, descriptor: int, *, is_renewal: bool) -> FileSize:
+        """The file that was locked, if it is the directory's still; raises OSError."""
+        locked, there = self.files.size(descriptor), self.files.link_at(self.lock_path)
+        if (locked.device, locked.inode) != (there.device, there.inode):
+            raise OSError(errno.ENOENT, "replaced before it was locked", self.lock_path)
+        if is_renewal and any(map(parsed_name, self.files.names(self.path))):
+            raise OSError(errno.ENOTEMPTY, "another node has written to it", self.path)
+        return locked
+
     def renew(self) -> None:
-        """Make an emptied directory ours again, if it lies where it lay; raises OSError."""
+        """Make an emptied directory ours again, if it lies where it lay.
+
+        Raises:
+            OSError: it does not, or holds segments: their numbers may be ours and their records
+                another node's, which only a start tells apart.
+            ConfigError: another node has it.
+        """
         try:
             found = self.files.size_at(self.path)
         except FileNotFoundError:
@@ -156,7 +170,7 @@ class Directory:
         self.files.make_directory(self.path)
         self._require_own()
         before = self.lock_descriptor
-        self._lock()
+        self._lock(is_renewal=True)
         if before >= 0:
             self.files.close(before)
 

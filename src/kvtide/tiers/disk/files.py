@@ -53,6 +53,19 @@ class FileSize:
     mode: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class FreeSpace:
+    """Of a file system.
+
+    Attributes:
+        free_bytes: what is free for us.
+        total_bytes: all that it has.
+    """
+
+    free_bytes: int
+    total_bytes: int
+
+
 class Files(Protocol):
     """The calls of a file system that the disk tier makes."""
 
@@ -108,8 +121,8 @@ class Files(Protocol):
     def rename(self, path: str, to: str) -> None:
         """Put a file in place of another, at once."""
 
-    def free_bytes(self, directory: str) -> tuple[int, int]:
-        """Bytes that are free for us on its file system, and all that it has (statvfs)."""
+    def free_space(self, directory: str) -> FreeSpace:
+        """Of its file system (statvfs)."""
 
     def lock(self, descriptor: int) -> bool:
         """Whether this descriptor now holds the one lock of its file (flock; never waits)."""
@@ -182,9 +195,9 @@ class SystemFiles:
     def rename(self, path: str, to: str) -> None:
         os.rename(path, to)
 
-    def free_bytes(self, directory: str) -> tuple[int, int]:
+    def free_space(self, directory: str) -> FreeSpace:
         found = os.statvfs(directory)
-        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+        return FreeSpace(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
     def lock(self, descriptor: int) -> bool:
         try:

@@ -7,12 +7,11 @@ of the digest lead to a row, and only what shares them costs a dictionary of its
 Ownership: the node's owner thread, as part of the catalog.
 """
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+import sys
+from array import array
+from collections.abc import Iterator
 
-if TYPE_CHECKING:
-    from array import array
+from kvtide.tiers.disk.columns import FIRST_BYTES
 
 CANDIDATES_MAX = 128
 """Records with one first block that a partial match looks at, latest first: bounds a lookup."""
@@ -24,7 +23,6 @@ class Firsts:
     def __init__(self) -> None:
         self._rows: dict[int, int] = {}
         self._others: dict[int, dict[int, None]] = {}
-        self._later: deque[tuple[range, tuple[bytes, ...], array[int]]] = deque()
 
     def __len__(self) -> int:
         return len(self._rows) + sum(len(rows) for rows in self._others.values())
@@ -35,8 +33,20 @@ class Firsts:
         if self._rows.setdefault(first, row) != row:
             self._others.setdefault(first, {})[row] = None
 
+    def take(self, firsts: bytes, rows: list[int]) -> None:
+        """The same of many, by the first bytes of each one's first digest."""
+        numbers = array("Q", firsts)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        winners = list(map(self._rows.setdefault, numbers, rows))
+        if winners == rows:
+            return  # nearly always, and without a step for each row
+        for first, row, winner in zip(numbers, rows, winners, strict=True):
+            if winner != row:
+                self._others.setdefault(first, {})[row] = None
+
     def remove(self, digests: bytes, row: int) -> None:
-        """It is gone; nothing happens if it is still to be listed."""
+        """It is gone."""
         first = first_of(digests)
         others = self._others.get(first)
         if self._rows.get(first) == row:
@@ -60,30 +70,7 @@ class Firsts:
         if first in self._rows:
             yield self._rows[first]
 
-    # ---- a start
-
-    def add_later(self, rows: range, keys: tuple[bytes, ...], firsts: "array[int]") -> None:
-        """Many at once, to be listed by `list_some`."""
-        self._later.append((rows, keys, firsts))
-
-    def list_some(self, held: Sequence[bytes | None]) -> None:
-        """List one such run; `held` are the keys of rows now: what has gone is left out."""
-        put = self._rows.setdefault
-        rows, keys, firsts = self._later.popleft()
-        for row, key, first in zip(rows, keys, firsts, strict=True):
-            if held[row] is key and put(first, row) != row:
-                self._others.setdefault(first, {})[row] = None
-
-    @property
-    def is_listed(self) -> bool:
-        """Whether nothing waits for `list_some`."""
-        return not self._later
-
-    def stop_listing(self) -> None:
-        """Partial matches are not asked for any more."""
-        self._later.clear()
-
 
 def first_of(digests: bytes) -> int:
     """The first eight bytes as a number."""
-    return int.from_bytes(digests[:8], "little")
+    return int.from_bytes(digests[:FIRST_BYTES], "little")

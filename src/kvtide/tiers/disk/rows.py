@@ -3,7 +3,7 @@
 A *rows log* (`NNNNNNNN.rows`) grows by one write for each record that is complete, and for each
 run of records taken away. It begins with an opening; each row is
 
-    kind u32 │ body bytes u32 │ xxh3_64 of all that, of its segment and of its place │ body
+    type u32 │ body bytes u32 │ xxh3_64 of all that, of its segment and of its place │ body
 
 so a row that was torn, damaged, moved or copied ends the log. Rows speak of roots and layouts by
 the number of a definition ahead of them in the same log. docs/formats.md has the bodies.
@@ -12,6 +12,7 @@ the number of a definition ahead of them in the same log. docs/formats.md has th
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from kvtide.codec import record as codec
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
@@ -23,7 +24,8 @@ LOG_MAGIC = b"kvtidROW"
 VERSION = 1
 
 KIND, KEPT, GONE = 1, 2, 3
-"""Rows: a root and a layout; a record that is complete; records that are not there any more."""
+"""Types of rows: a root and a layout; a record that is complete; records that are not there any
+more."""
 
 _OPENING = struct.Struct("<8sII")
 OPENING_BYTES = _OPENING.size
@@ -31,6 +33,7 @@ _HEAD = struct.Struct("<IIQ")
 _LABEL = struct.Struct("<II")
 _KEPT = struct.Struct("<QII32s32s")
 _KIND = struct.Struct("<I32s32sB32sB64sIII")
+_SHARD_COUNT = struct.Struct("<I")  # at its end
 BODY_BYTES_MAX = 1 << 20
 _PLACE_BITS = 40
 
@@ -89,10 +92,10 @@ def opening(segment: int) -> bytes:
     return _OPENING.pack(LOG_MAGIC, VERSION, segment)
 
 
-def _row(segment: int, at_bytes: int, kind: int, body: bytes) -> bytes:
-    label = _LABEL.pack(kind, len(body))
-    seal = codec.checksum(label + body, segment << _PLACE_BITS ^ at_bytes)
-    return _HEAD.pack(kind, len(body), seal) + body
+def _row(segment: int, at_bytes: int, row_type: int, body: bytes) -> bytes:
+    label = _LABEL.pack(row_type, len(body))
+    checksum = codec.checksum(label + body, segment << _PLACE_BITS ^ at_bytes)
+    return _HEAD.pack(row_type, len(body), checksum) + body
 
 
 def kept_row(segment: int, at_bytes: int, kept: Kept) -> bytes:
@@ -129,26 +132,43 @@ def kind_bytes(number: int, kind: Kind) -> bytes:
     ) + struct.pack(f"<{layout.shard_count}Q", *layout.cell_bytes)
 
 
-def read_kind(body: memoryview) -> tuple[int, Kind, int]:
-    """A definition at the start of these bytes: its number, what it says, its length.
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """A kind as it stands in logs and indexes, under a number and in so many bytes."""
+
+    number: int
+    kind: Kind
+    length_bytes: int
+
+
+def read_kind(body: memoryview) -> Definition:
+    """The definition at the start of these bytes.
 
     Raises:
         CorruptRecord: it is none.
     """
     if len(body) < _KIND.size:
         raise CorruptRecord("a definition is cut short")
+    (shard_count,) = _SHARD_COUNT.unpack_from(body, _KIND.size - _SHARD_COUNT.size)
+    if shard_count > codec.SHARDS_MAX:
+        raise CorruptRecord(f"a definition has {shard_count} shards")
+    return _definition(bytes(body[: _KIND.size + 8 * shard_count]))
+
+
+@lru_cache(maxsize=1024)
+def _definition(body: bytes) -> Definition:
+    """What all of these bytes say; thousands of segments say the same."""
     number, key, fingerprint, salt_bytes, salt, epoch_bytes, epoch, *sizes = _KIND.unpack_from(
         body
     )
     block_tokens, blocks_per_chunk, shard_count = sizes
-    length = _KIND.size + 8 * shard_count
     if not (
-        0 < shard_count <= codec.SHARDS_MAX
+        shard_count > 0
         and 0 < blocks_per_chunk <= BLOCKS_PER_CHUNK_MAX
         and 0 < block_tokens <= codec.BLOCK_TOKENS_MAX
         and salt_bytes in (0, len(salt))
         and epoch_bytes <= len(epoch)
-        and len(body) >= length
+        and len(body) == _KIND.size + 8 * shard_count
     ):
         raise CorruptRecord(f"a definition has numbers that cannot be: {sizes}")
     cell_bytes = struct.unpack_from(f"<{shard_count}Q", body, _KIND.size)
@@ -156,7 +176,7 @@ def read_kind(body: memoryview) -> tuple[int, Kind, int]:
         raise CorruptRecord(f"a definition has cells that cannot be: {cell_bytes}")
     root = RootName(key, fingerprint, epoch[:epoch_bytes], salt[:salt_bytes])
     layout = KVLayout(block_tokens, block_tokens * blocks_per_chunk, cell_bytes)
-    return number, Kind(root, layout), length
+    return Definition(number, Kind(root, layout), len(body))
 
 
 def read_log(content: memoryview, segment: int) -> Rows:
@@ -175,8 +195,8 @@ def read_log(content: memoryview, segment: int) -> Rows:
         raise CorruptRecord(f"a rows log begins with {magic.hex()} of segment {number}")
     rows = Rows(end_bytes=OPENING_BYTES)
     try:
-        for kind, body in _good_rows(content, segment):
-            _take(rows, kind, body)
+        for row_type, body in _good_rows(content, segment):
+            _take(rows, row_type, body)
             rows.end_bytes += _HEAD.size + len(body)
     except CorruptRecord:
         return rows
@@ -190,22 +210,22 @@ def _good_rows(content: memoryview, segment: int) -> Iterator[tuple[int, memoryv
     while at < len(content):
         if len(content) - at < _HEAD.size:
             raise CorruptRecord("a row is cut short")
-        kind, length, seal = _HEAD.unpack_from(content, at)
+        row_type, length, wanted = _HEAD.unpack_from(content, at)
         body = content[at + _HEAD.size : at + _HEAD.size + length]
         if length > BODY_BYTES_MAX or len(body) != length:
             raise CorruptRecord("a row is cut short")
-        label = _LABEL.pack(kind, length)
-        if codec.checksum(label + body, segment << _PLACE_BITS ^ at) != seal:
+        label = _LABEL.pack(row_type, length)
+        if codec.checksum(label + body, segment << _PLACE_BITS ^ at) != wanted:
             raise CorruptRecord("checksum of a row")
-        yield kind, body
+        yield row_type, body
         at += _HEAD.size + length
 
 
-def _take(rows: Rows, kind: int, body: memoryview) -> None:
-    match kind:
+def _take(rows: Rows, row_type: int, body: memoryview) -> None:
+    match row_type:
         case 1:  # KIND
-            number, definition, _ = read_kind(body)
-            rows.kinds[number] = definition
+            definition = read_kind(body)
+            rows.kinds[definition.number] = definition.kind
         case 2:  # KEPT
             kept = _read_kept(body, rows.kinds)
             rows.kept[kept.offset_bytes] = kept
@@ -214,7 +234,7 @@ def _take(rows: Rows, kind: int, body: memoryview) -> None:
                 rows.kept.pop(offset, None)
                 rows.gone.add(offset)
         case _:
-            raise CorruptRecord(f"a row of kind {kind}")
+            raise CorruptRecord(f"a row of type {row_type}")
 
 
 def _read_kept(body: memoryview, kinds: dict[int, Kind]) -> Kept:

@@ -20,56 +20,88 @@ from kvtide.tiers.disk.columns import Columns
 from kvtide.tiers.disk.directory import INDEX, ROWS, TEMPORARY, Directory
 from kvtide.tiers.disk.files import read_fully, write_fully
 from kvtide.tiers.disk.rows import Kept, Kind, Rows
+from kvtide.units import MiB
 
 
-def read_whole(directory: Directory, path: str) -> memoryview | None:
-    """All bytes of a small file; None where it is not there. Raises OSError."""
+class Scratch:
+    """Memory for one file after another: fresh pages would cost a start as much as reading."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray(MiB)
+
+    def of(self, length_bytes: int) -> memoryview:
+        """So much of it; what was in it before is overwritten by and by."""
+        if len(self._memory) < length_bytes:
+            self._memory = bytearray(2 * length_bytes)
+        return memoryview(self._memory)[:length_bytes]
+
+
+def read_whole(directory: Directory, path: str, scratch: Scratch) -> memoryview | None:
+    """All bytes of a small file, in memory that the next one is read into; None where it is not
+    there. Raises OSError."""
     files = directory.files
     try:
         descriptor = files.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
-        length = files.size(descriptor).length_bytes
-        content = memoryview(bytearray(length))
+        content = scratch.of(files.size(descriptor).length_bytes)
         return content[: read_fully(files, descriptor, [content], 0)]
     finally:
         files.close(descriptor)
 
 
-def read_rows(directory: Directory, number: int) -> Rows | None:
+def read_rows(directory: Directory, number: int, scratch: Scratch | None = None) -> Rows | None:
     """A segment's rows log; None where there is none.
 
     Raises:
         OSError, UnknownFormat, CorruptRecord: it cannot be read, or does not even begin as one.
     """
-    content = read_whole(directory, directory.at(number, ROWS))
+    content = read_whole(directory, directory.at(number, ROWS), scratch or Scratch())
     if content is None or not len(content):
         return None
     return logs.read_log(content, number)
 
 
-def read_index(directory: Directory, number: int) -> Columns | None:
+def read_index(
+    directory: Directory, number: int, scratch: Scratch | None = None
+) -> Columns | None:
     """A segment's index; None where there is none.
 
     Raises:
         OSError, UnknownFormat, CorruptRecord: it cannot be read.
     """
-    content = read_whole(directory, directory.at(number, INDEX))
-    return None if content is None else tables.decode(content, number)
+    files, scratch = directory.files, scratch or Scratch()
+    try:
+        descriptor = files.open(directory.at(number, INDEX), os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        opening = scratch.of(tables.OPENING_BYTES)
+        extent = tables.extent_of(opening[: read_fully(files, descriptor, [opening], 0)], number)
+        length = files.size(descriptor).length_bytes
+        if length != extent.columns_bytes + extent.digests_bytes:
+            raise CorruptRecord(f"an index has {length} bytes, its opening speaks of others")
+        parts = [scratch.of(extent.columns_bytes), memoryview(bytearray(extent.digests_bytes))]
+        if read_fully(files, descriptor, parts, 0) != length:
+            raise CorruptRecord("an index is cut short")
+    finally:
+        files.close(descriptor)
+    return tables.decode(parts[0], parts[1], number)
 
 
 def kept_of(columns: Columns) -> list[Kept]:
     """The rows of an index, one by one."""
     elsewhere = dict(columns.elsewhere)
     kept = []
-    for row, key in enumerate(columns.keys):
+    keys = columns.cut_keys()
+    for row, (key, digests) in enumerate(zip(keys, columns.cut_digests(), strict=True)):
         back, kind = columns.back[row], columns.kind[row]
         root_key = columns.kinds[kind].root.key
-        parent = columns.keys[row - back] if back else elsewhere.get(row, root_key)
+        parent = keys[row - back] if back else elsewhere.get(row, root_key)
         assert len(parent) == KEY_BYTES, len(parent)
         offset = columns.pages[row] * CELL_ALIGN_BYTES
-        kept.append(Kept(offset, kind, key, parent, columns.digests[row]))
+        kept.append(Kept(offset, kind, key, parent, digests))
     return kept
 
 

@@ -24,8 +24,8 @@ from kvtide.codec import record as codec
 from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.errors import ConfigError, CorruptRecord, UnknownFormat
 from kvtide.tiers.disk import columns as tables
-from kvtide.tiers.disk import scan, sealing
-from kvtide.tiers.disk.catalog import EAGER_ROWS, Catalog, Place
+from kvtide.tiers.disk import recency, scan, sealing
+from kvtide.tiers.disk.catalog import Place
 from kvtide.tiers.disk.cleared import Clears, parsed
 from kvtide.tiers.disk.columns import Columns
 from kvtide.tiers.disk.directory import (
@@ -35,10 +35,14 @@ from kvtide.tiers.disk.directory import (
     SEGMENT,
     SUFFIXES,
     TEMPORARY,
+    USED,
     Directory,
     parsed_name,
 )
+from kvtide.tiers.disk.files import FileSize
+from kvtide.tiers.disk.intake import LazyCatalog
 from kvtide.tiers.disk.rows import Kept, Rows
+from kvtide.tiers.disk.sealing import Scratch
 from kvtide.tiers.disk.space import FLOOR_BYTES, FLOOR_RATIO, PAGE, Segment, Space
 from kvtide.units import format_bytes
 
@@ -47,6 +51,9 @@ logger = logging.getLogger("kvtide.disk")
 AHEAD = 64
 """So many indexes the kernel reads ahead. (Threads that read ahead were slower: they and the owner
 wait for one another at the interpreter's lock.)"""
+
+
+_TEMPORARIES = (f"probe{TEMPORARY}", f"{USED}{TEMPORARY}")
 
 
 @dataclass(slots=True)
@@ -67,7 +74,7 @@ class _Read:
 
 def open_directory(
     directory: Directory,
-    catalog: Catalog,
+    catalog: LazyCatalog,
     space: Space,
     clears: Clears,
     floor_bytes: int | None,
@@ -84,7 +91,7 @@ def open_directory(
     try:
         places = _take_all(directory, catalog, space, clears)
         directory.learn()
-        free, total = directory.files.free_bytes(directory.path)
+        drive = directory.files.free_space(directory.path)
     except OSError as error:
         directory.free()
         raise ConfigError(
@@ -96,8 +103,8 @@ def open_directory(
     finally:
         if was_collecting:
             gc.enable()
-    space.free_bytes = free
-    ratio_bytes = int(FLOOR_RATIO * total)
+    space.free_bytes = drive.free_bytes
+    ratio_bytes = int(FLOOR_RATIO * drive.total_bytes)
     space.floor_bytes = max(FLOOR_BYTES, ratio_bytes) if floor_bytes is None else floor_bytes
     logger.info(
         "disk %s: %d records in %d segments, %s of %s, read in %.2f s",
@@ -121,33 +128,35 @@ def _names(directory: Directory, clears: Clears) -> dict[int, set[str]]:
         ours = parsed_name(name)
         if ours is not None:
             numbers.setdefault(ours[0], set()).add(ours[1])
-        elif name.endswith(TEMPORARY) and (name == f"probe{TEMPORARY}" or _is_temporary(name)):
+        elif name.endswith(TEMPORARY) and (name in _TEMPORARIES or _is_temporary(name)):
             with suppress(OSError):
                 directory.files.unlink(f"{directory.path}/{name}")
-        elif name != LOCK and parsed(name) is None:
+        elif name not in (LOCK, USED) and parsed(name) is None:
             others += 1
     if others:
         logger.warning("disk %s: %d files are not kvtide's; left alone", directory.path, others)
     return numbers
 
 
-def _take_all(directory: Directory, catalog: Catalog, space: Space, clears: Clears) -> list[Place]:
+def _take_all(
+    directory: Directory, catalog: LazyCatalog, space: Space, clears: Clears
+) -> list[Place]:
     numbers = _names(directory, clears)
     space.other_bytes = directory.files.size_at(directory.lock_path).allocated_bytes
     places: list[Place] = []
     ordered = sorted(numbers)
+    scratch = Scratch()
     for at, number in enumerate(ordered):
         if at % AHEAD == 0:
             _want(directory, ordered[at : at + 2 * AHEAD])
         space.next_number = number + 1
-        read = _read_one(directory, number, numbers[number])
+        read = _read_one(directory, number, numbers[number], scratch)
         if read is not None:
             places += _take_one(catalog, space, clears, number, read)
     space.next_number = max(space.next_number, clears.last + 1)
     clears.forget(space.segments)
+    catalog.remember(recency.take(directory))
     places += catalog.settle()
-    while not catalog.is_swept and len(catalog.keys) <= EAGER_ROWS:
-        places += catalog.sweep()
     return places
 
 
@@ -166,14 +175,18 @@ def _is_temporary(name: str) -> bool:
     return parsed_name(name.removesuffix(TEMPORARY)) is not None
 
 
-def _read_one(directory: Directory, number: int, suffixes: set[str]) -> _Read | None:
+def _read_one(
+    directory: Directory, number: int, suffixes: set[str], scratch: Scratch
+) -> _Read | None:
     """One segment; what is wrong with it is its own affair. None: nothing of it is left."""
     try:
         if SEGMENT not in suffixes:
             _unlink(directory, number)
             return None
-        read = _read(directory, number)
-        read.gone |= _beyond(read.columns, _length_bytes(directory, number))
+        read = _read(directory, number, suffixes, scratch)
+        segment = _size_of(directory, number)
+        read.gone |= _beyond(read.columns, segment.length_bytes)
+        read.allocated[SEGMENT] = segment.allocated_bytes
         if len(read.columns) <= len(read.gone) and not _live(read):
             _unlink(directory, number)
             return None
@@ -181,6 +194,8 @@ def _read_one(directory: Directory, number: int, suffixes: set[str]) -> _Read | 
         logger.warning("disk %s: segment %d is left alone: %s", directory.path, number, error)
         read = _Read(Columns(), set(), is_sealed=False)
     for suffix in SUFFIXES:
+        if suffix in read.allocated or suffix not in (*suffixes, INDEX):
+            continue
         with suppress(OSError):
             found = directory.files.size_at(directory.at(number, suffix))
             read.allocated[suffix] = found.allocated_bytes
@@ -188,7 +203,7 @@ def _read_one(directory: Directory, number: int, suffixes: set[str]) -> _Read | 
 
 
 def _take_one(
-    catalog: Catalog, space: Space, clears: Clears, number: int, read: _Read
+    catalog: LazyCatalog, space: Space, clears: Clears, number: int, read: _Read
 ) -> list[Place]:
     if not len(read.columns):
         clears.leave_alone(number)
@@ -207,12 +222,12 @@ def _take_one(
     return _still_there(segment, read, gone)
 
 
-def _length_bytes(directory: Directory, number: int) -> int:
+def _size_of(directory: Directory, number: int) -> FileSize:
     """Of a segment; raises OSError, also where it is a link or a pipe: no load would open it."""
     found = directory.files.link_at(directory.at(number, SEGMENT))
     if not stat.S_ISREG(found.mode):
         raise OSError(errno.EINVAL, "not a regular file")
-    return found.length_bytes
+    return found
 
 
 def _live(read: _Read) -> bool:
@@ -236,7 +251,7 @@ def _still_there(segment: Segment, read: _Read, gone: list[Place]) -> list[Place
     return gone
 
 
-def _read(directory: Directory, number: int) -> _Read:
+def _read(directory: Directory, number: int, suffixes: set[str], scratch: Scratch) -> _Read:
     """What a segment's files say, its index written if it has none.
 
     Raises:
@@ -245,13 +260,14 @@ def _read(directory: Directory, number: int) -> _Read:
     columns, rows = None, None
     is_damaged = False
     try:
-        columns = sealing.read_index(directory, number)
+        columns = sealing.read_index(directory, number, scratch)
         had_index = columns is not None
     except CorruptRecord as error:
         logger.warning("disk %s: %s", directory.at(number, INDEX), error)
         is_damaged = had_index = True
     try:
-        rows = sealing.read_rows(directory, number)
+        if ROWS in suffixes:
+            rows = sealing.read_rows(directory, number, scratch)
         is_damaged = is_damaged or (rows is not None and not rows.is_whole)
     except CorruptRecord as error:
         logger.warning("disk %s: %s", directory.at(number, ROWS), error)

@@ -13,9 +13,12 @@ ended by a queue that `poll` empties.
 """
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from kvtide.errors import ConfigError, CorruptRecord
@@ -30,13 +33,14 @@ from kvtide.tiers.base import (
     StoreOutcome,
     TierStatistics,
 )
-from kvtide.tiers.disk import start
+from kvtide.tiers.disk import recency, start
 from kvtide.tiers.disk.breaker import Breaker
-from kvtide.tiers.disk.catalog import Catalog
+from kvtide.tiers.disk.catalog import Match
 from kvtide.tiers.disk.cleared import CLEARS_MAX, EVERYTHING, Clears, Scope
 from kvtide.tiers.disk.directory import Directory
 from kvtide.tiers.disk.files import Files, SystemFiles
 from kvtide.tiers.disk.hung import RUN_MS_MAX, Hung
+from kvtide.tiers.disk.intake import LazyCatalog
 from kvtide.tiers.disk.ops import (
     ClearOp,
     Ended,
@@ -110,9 +114,10 @@ class DiskTier:
         self._loaded_bytes = 0
         self._is_closed = False
         self._loads: set[LoadOp] = set()
-        self._catalog = Catalog()
+        self._catalog = LazyCatalog()
         self._space = Space(bytes_max, segment_bytes)
         self._directory = Directory(str(path.absolute()), files or SystemFiles(), sync)
+        self._lock_descriptor = -1
         self._reads = Breaker("reads", self._directory.path)
         self._writes = Breaker("writes", self._directory.path)
         self._workers = Workers(self._directory, wake)
@@ -130,6 +135,7 @@ class DiskTier:
         doomed = start.open_directory(
             self._directory, self._catalog, self._space, self._clears, floor_bytes
         )
+        self._lock_descriptor = self._directory.lock_descriptor
         for place in doomed:
             self._room.give_back(place)
         self._begin()
@@ -142,17 +148,18 @@ class DiskTier:
             raise
         self._shrink(time.monotonic() + SHRINK_S_MAX)
         self._pump()
+        if not self._catalog.is_swept:
+            self._wake()
 
     # ---- jobs
 
     def lookup(self, job: LookupJob) -> None:
-        rows: list[int] = []
-        may_go_on = False
+        match = Match([], may_go_on=False)
         if not self._reads.is_open and not self._is_closed:
             kind = self._catalog.kind_numbers.get(Kind(job.root, job.layout))
-            rows, may_go_on = self._catalog.match(kind, job.parent, job.keys, job.digests)
-        records = [self._catalog.record(row) for row in rows]
-        self._end(Found(job.number, records, may_go_on))
+            match = self._catalog.match(kind, job.parent, job.keys, job.digests)
+        records = [self._catalog.record(row) for row in match.rows]
+        self._end(Found(job.number, records, match.may_go_on))
 
     def load(self, job: LoadJob) -> None:
         if self._is_closed:
@@ -179,6 +186,7 @@ class DiskTier:
         elif self._writes.is_open or self._reads.is_open:
             self._stores.end(job.number, StoreOutcome.BROKEN)
         else:
+            self._catalog.take_rest()
             self._stores.add(job)
             self._pump()
 
@@ -187,11 +195,7 @@ class DiskTier:
         if len(self._clears) >= CLEARS_MAX:
             logger.warning("disk %s: %d clears wait; all is cleared", self.path, CLEARS_MAX)
             scope = EVERYTHING
-        kinds = {
-            number
-            for number, state in self._catalog.kinds.items()
-            if not state.is_retired and scope.has(state.kind)
-        }
+        kinds = self._kinds_of(scope)
         if not self._is_closed:
             last = self._last_segment_of(scope)
             self._clears.add(scope, last, is_waiting=not self._writes.is_open)
@@ -199,6 +203,11 @@ class DiskTier:
         self._stores.clear(kinds)
         self._pump()
         return count
+
+    def _kinds_of(self, scope: Scope) -> set[int]:
+        """Numbers of those that can be found."""
+        kinds = self._catalog.kinds.items()
+        return {n for n, state in kinds if not state.is_retired and scope.has(state.kind)}
 
     def _last_segment_of(self, scope: Scope) -> int:
         """What is stored from now on lies behind it."""
@@ -212,6 +221,7 @@ class DiskTier:
     def remove(self, keys: Iterable[bytes]) -> int:
         """Take these records away, and what lies behind them; how many there were."""
         before = len(self._catalog)
+        self._catalog.take_rest()
         for key in keys:
             row = self._catalog.row_of(key)
             if row is not None:
@@ -299,8 +309,10 @@ class DiskTier:
                 self._is_measuring = False
                 self._clears.forget(self._space.segments)
             case ProbeOp():
+                self._look_at_directory()
                 self._writes.probed(ended.error, self._now_ms)
             case ReadProbeOp():
+                self._look_at_directory()
                 self._reads.probed(ended.error or self._hung.reason, self._now_ms)
 
     def _take_load(self, op: LoadOp, ended: Ended) -> None:
@@ -339,6 +351,15 @@ class DiskTier:
         elif self._writes.failed(error, self._now_ms):
             self._room.roll()
             self._stores.take_back(StoreOutcome.BROKEN)
+
+    def _look_at_directory(self) -> None:
+        """Where a probe has made an emptied directory ours again, nothing is left of before."""
+        lock = self._directory.lock_descriptor  # changes only with its success
+        if lock != self._lock_descriptor and not self._is_closed:
+            self._lock_descriptor = lock
+            self._catalog.retire(self._kinds_of(EVERYTHING))
+            self._room.roll()
+            self._wake()
 
     def _break_reads(self) -> None:
         self._take_back_loads(LoadOutcome.BROKEN)
@@ -387,7 +408,7 @@ class DiskTier:
         self._is_closed = True
         self._take_back_loads(LoadOutcome.CLOSED)
         self._stores.take_back(StoreOutcome.CLOSED)
-        self._catalog.stop_listing()
+        self._catalog.leave_rest()
         self._clears.retry()
         self._room.retry()
         until = time.monotonic() + timeout_s
@@ -396,7 +417,19 @@ class DiskTier:
             self._room.roll()
             self._room.flush()
         if self._workers.stop(max(0.0, until - time.monotonic())):
+            self._leave_recency(until)
             self._directory.free()
+
+    def _leave_recency(self, until: float) -> None:
+        """For the next start, where there is room and the drive does not hang."""
+        content = recency.encode(self._catalog.used())
+        if self._writes.is_open or not self._space.is_room_for(len(content)):
+            return
+        work = partial(recency.write, self._directory, content)
+        thread = threading.Thread(target=work, name="kvtide-disk-used", daemon=True)
+        with suppress(RuntimeError):  # the machine grants no thread
+            thread.start()
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _shrink(self, until: float) -> None:
         """A cap that is lower than it was holds before anybody is served, or nearly."""

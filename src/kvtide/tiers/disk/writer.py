@@ -161,7 +161,7 @@ class Writer:
     def _measure(self, op: WriteOp, ended: Ended) -> None:
         """What the files take now, by path: a file that is gone shows itself."""
         with suppress(OSError):
-            ended.free_bytes = self._files.free_bytes(self._directory.path)[0]
+            ended.free_bytes = self._files.free_space(self._directory.path).free_bytes
         match op:
             case StoreOp(place=place):
                 number, suffixes = place.segment, [SEGMENT, ROWS]
