@@ -91,7 +91,7 @@ def test_rows_of_neighbours_fail_one_by_one(kv: Path, code: int) -> None:
     first, *records = tails(7)
     with driven(kv) as tier:
         faults = files_of(disk_of(tier))
-        with faults.stalled(Call.FREE_BYTES):
+        with faults.stalled(Call.FREE_SPACE):
             jobs = [tier.submit_store(first)]
             faults.wait_stalled(1)
             jobs += [tier.submit_store(record) for record in records]
@@ -111,7 +111,7 @@ def test_the_drive_has_the_next_bytes_while_a_store_is_finished(kv: Path) -> Non
     first, second = tails(2)
     with driven(kv) as tier:
         disk = disk_of(tier)
-        with files_of(disk).stalled(Call.FREE_BYTES):
+        with files_of(disk).stalled(Call.FREE_SPACE):
             jobs = [tier.submit_store(first)]
             files_of(disk).wait_stalled(1)
             jobs.append(tier.submit_store(second))
@@ -153,7 +153,7 @@ def test_a_log_that_is_spoiled_costs_one_segment(kv: Path) -> None:
         faults = files_of(disk_of(tier))
         faults.fail(Call.TRUNCATE, errno.EIO)
         faults.fail(Call.WRITE, errno.EIO, count=1, path_part=".rows")
-        with faults.stalled(Call.FREE_BYTES):
+        with faults.stalled(Call.FREE_SPACE):
             jobs = [tier.submit_store(first)]
             faults.wait_stalled(1)
             jobs.append(tier.submit_store(second))
@@ -266,7 +266,7 @@ def test_bytes_without_a_row_are_not_counted_twice_against_the_floor(kv: Path) -
     with driven(kv, floor_bytes=floor, queue_bytes_max=64 * MiB) as tier:
         faults = files_of(disk_of(tier))
         faults.fill_after(floor + 4 * MiB + 512 * KiB)
-        with faults.stalled(Call.FREE_BYTES):
+        with faults.stalled(Call.FREE_SPACE):
             jobs = [tier.submit_store(chunks[0])]
             faults.wait_stalled(1)
             jobs.append(tier.submit_store(chunks[1]))
@@ -280,4 +280,4 @@ def test_bytes_without_a_row_are_not_counted_twice_against_the_floor(kv: Path) -
             tier.poll()
             assert not tier.has_ended(jobs[3])
         assert [tier.stored(job) for job in jobs] == [StoreOutcome.STORED] * 4
-        assert faults.free_bytes(str(kv))[0] >= floor
+        assert faults.free_space(str(kv)).free_bytes >= floor
