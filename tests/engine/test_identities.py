@@ -84,19 +84,24 @@ def differing(one: ServedEngine, other: ServedEngine, node: Node) -> set[str]:
     return set(fields)
 
 
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [("tensor", ()), ("pipeline", ("--no-enforce-eager",))],  # vLLM's later stages fail if eager
+    ids=["tensor", "pipeline"],
+)
 def test_two_ranks_hit_like_one_and_share_with_their_like_only(
-    single: ServedEngine, node: Node, logs: Path
+    single: ServedEngine, node: Node, logs: Path, kind: str, arguments: tuple[str, ...]
 ) -> None:
-    """Tensor parallel 2: each rank keeps its shard; one wrong block in one of them shows."""
-    arguments = ("--dtype", "bfloat16", "--tensor-parallel-size", "2", *NAME)
+    """Each rank, or stage, keeps its shard; one wrong block in one of them shows."""
+    arguments += ("--dtype", "bfloat16", f"--{kind}-parallel-size", "2", *NAME)
     ranks = engine_on(
-        node, logs, "ranks", *arguments, model=TINY_LLAMA, VLLM_CPU_OMP_THREADS_BIND="0|1"
+        node, logs, kind, *arguments, model=TINY_LLAMA, VLLM_CPU_OMP_THREADS_BIND="0|1"
     )
     with ranks:
         node.wait_on(2)
         memory = cells.NodeMemory(node.pid)
         before = memory.last_generation()
-        tokens = stored(ranks, node, "two ranks")
+        tokens = stored(ranks, node, f"two ranks {kind}")
         own = ask(ranks, tokens)
         with node.loading(5):
             assert_same(hit(ranks, node, tokens), own)
@@ -108,7 +113,7 @@ def test_two_ranks_hit_like_one_and_share_with_their_like_only(
             assert wrong.cached_tokens == own.cached_tokens
             assert not is_same(wrong, own)
         assert_apart(single, ranks, node)
-        assert any("tensor_parallel" in name for name in differing(single, ranks, node))
+        assert any(f"{kind}_parallel" in name for name in differing(single, ranks, node))
 
 
 def hit(ranks: ServedEngine, node: Node, tokens: list[int]) -> Completion:
