@@ -15,7 +15,7 @@ from kvtide.bounds import T_PUT_MS
 from kvtide.tiers.base import Stored, StoreJob, StoreOutcome
 from kvtide.tiers.disk.catalog import Catalog, Place
 from kvtide.tiers.disk.ops import Ended, StoreOp
-from kvtide.tiers.disk.pending import Pending, PendingStores
+from kvtide.tiers.pending import Pending, PendingStores
 from kvtide.tiers.disk.room import Room
 from kvtide.tiers.disk.rows import Kept, Kind
 from kvtide.tiers.disk.space import Space, store_reserve_bytes

@@ -1,0 +1,67 @@
+"""Redis tiers for tests, and what they leave on a server."""
+
+import ssl
+import threading
+import time
+from collections.abc import Callable
+
+from kvtide.core.records import Record
+from kvtide.tiers.redis.address import Address
+from kvtide.tiers.redis.index import VERSION
+from kvtide.tiers.redis.routes import Limits
+from kvtide.tiers.redis.session import RedisSession
+from kvtide.tiers.remote import parts
+from kvtide.tiers.remote.tier import RemoteTier
+from kvtide.units import MiB
+from tests.tiers.redis_servers import Server
+
+PREFIX = "kvtide"
+QUEUE_BYTES_MAX = 8 * MiB
+WAIT_S = 30.0
+PATIENT = Limits(connect_s=10.0, silent_s=20.0, call_s=20.0, put_s=20.0)
+"""For what does not measure waiting, on a machine that is busy."""
+
+
+def open_redis(
+    place: int | Address,
+    wake: Callable[[], None] = lambda: None,
+    bytes_max: int = 8 * MiB,
+    *,
+    limits: Limits = PATIENT,
+    tls: ssl.SSLContext | None = None,
+    prefix: str = PREFIX,
+) -> RemoteTier:
+    """A tier on a port, or somewhere; it knows what is there, or that it does not answer."""
+    address = Address((("127.0.0.1", place),)) if isinstance(place, int) else place
+    heard = threading.Event()
+
+    def wake_both() -> None:
+        heard.set()
+        wake()
+
+    tier = RemoteTier(
+        "redis",
+        f"redis {address}",
+        lambda census: RedisSession(address, tls, prefix, bytes_max, census, limits),
+        bytes_max,
+        wake_both,
+        QUEUE_BYTES_MAX,
+    )
+    assert heard.wait(WAIT_S)
+    tier.poll()
+    return tier
+
+
+def row_of(server: Server, record: Record, prefix: str = PREFIX) -> bytes:
+    """What the index says of a record."""
+    tag = f"{prefix}:{{{prefix}:{VERSION}}}:index".encode()
+    row = server.ask(b"HGET", tag, record.key)
+    assert isinstance(row, bytes), row
+    return row
+
+
+def part_names(server: Server, record: Record, prefix: str = PREFIX) -> list[bytes]:
+    """Keys of its parts, in order."""
+    write_id = row_of(server, record, prefix)[:16]
+    count = len(parts.lengths_of(record))
+    return [f"{prefix}:{VERSION}:{write_id.hex()}:{n}".encode() for n in range(count)]

@@ -1,0 +1,66 @@
+"""The redis tier keeps every promise of a tier, on real servers."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtide.core.records import Record
+from kvtide.testing.proxy import Proxy
+from kvtide.testing.tier_suite import TierTests
+from kvtide.tiers.base import Tier
+from kvtide.tiers.redis.index import Index
+from kvtide.tiers.remote.tier import RemoteTier
+from tests.tiers import redis_servers
+from tests.tiers.redis_place import PREFIX, QUEUE_BYTES_MAX, open_redis, part_names
+from tests.tiers.redis_servers import Server
+
+
+class RedisTests(TierTests):
+    """The suite, through a proxy that can fail."""
+
+    program: str
+    queue_bytes_max = QUEUE_BYTES_MAX
+
+    @pytest.fixture(autouse=True)
+    def _server(self, tmp_path: Path) -> Iterator[None]:
+        with redis_servers.running(self.program, tmp_path / "server") as server:
+            self.server = server
+            self.proxy = Proxy("127.0.0.1", server.port)
+            yield
+            self.proxy.close()
+
+    def make_tier(self, tmp_path: Path, *, bytes_max: int) -> Tier:
+        return open_redis(self.proxy.port, self.wake, bytes_max)
+
+    def reopen(self, tier: Tier) -> Tier | None:
+        assert isinstance(tier, RemoteTier)
+        return open_redis(self.proxy.port, self.wake, tier.bytes_max)
+
+    def bytes_taken(self, tier: Tier) -> int:
+        return self.server.bytes_taken()
+
+    def stalled(self, tier: Tier) -> AbstractContextManager[None]:
+        return self.proxy.stalled()
+
+    def failing(self, tier: Tier) -> AbstractContextManager[None]:
+        return self.proxy.refusing()
+
+    def damage(self, tier: Tier, record: Record) -> None:
+        name = part_names(self.server, record)[-1]
+        length = self.server.ask(b"STRLEN", name)
+        assert isinstance(length, int)
+        old = self.server.ask(b"GETRANGE", name, b"%d" % (length - 5), b"%d" % (length - 5))
+        assert isinstance(old, bytes)
+        self.server.ask(b"SETRANGE", name, b"%d" % (length - 5), bytes([old[0] ^ 1]))
+
+
+class TestValkey(RedisTests):
+    program = "valkey"
+
+
+class TestRedis(RedisTests):
+    program = "redis"
