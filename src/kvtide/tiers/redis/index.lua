@@ -26,6 +26,11 @@ local now = tonumber(call('TIME')[1])
 local victims, removed = {}, {}
 local lives = {}
 
+-- Written as a whole number: -0 is none to a server.
+local function add(field, count)
+    return call('HINCRBY', numbers, field, string.format('%d', count))
+end
+
 local function life_of(kind)
     if lives[kind] == nil then
         lives[kind] = call('HGET', numbers, 'i' .. kind) or ''
@@ -51,13 +56,13 @@ local function first(prefix, from)
 end
 
 local function set_loose(parts, bytes, until_s)
-    call('HINCRBY', numbers, 'loose', call('ZADD', loose, until_s, parts .. bytes))
+    add('loose', call('ZADD', loose, until_s, parts .. bytes))
 end
 
 local function unset_loose(parts, bytes)
     local count = call('ZREM', loose, parts .. bytes)
-    call('HINCRBY', numbers, 'loose', -count)
-    call('HINCRBY', numbers, 'bytes', -count * tonumber(bytes))
+    add('loose', -count)
+    add('bytes', -count * tonumber(bytes))
     return count == 1
 end
 
@@ -67,7 +72,7 @@ local function give_up(parts)
 end
 
 local function touch(key)
-    local moment = call('HINCRBY', numbers, 'moment', 1)
+    local moment = add('moment', 1)
     call('ZADD', leaves, 'XX', moment, key)
     call('ZADD', inner, 'XX', moment, key)
 end
@@ -79,15 +84,15 @@ local function drop(key, row)
     call('ZREM', tree, member_of(key, row))
     call('ZREM', leaves, key)
     call('ZREM', inner, key)
-    call('HINCRBY', numbers, 'bytes', -tonumber(sub(row, 73, 88)))
+    add('bytes', -tonumber(sub(row, 73, 88)))
     if is_live(row) then
         removed[#removed + 1] = kind
-        if call('HINCRBY', numbers, 'n' .. kind, -1) <= 0 then
+        if add('n' .. kind, -1) <= 0 then
             call('HDEL', numbers, 'n' .. kind, 'i' .. kind, 'k' .. kind)
             lives[kind] = nil
         end
     else
-        call('HINCRBY', numbers, 'dead', -1)
+        add('dead', -1)
     end
     give_up(sub(row, 1, 16) .. sub(row, 89, 92))
     local above = call('ZSCORE', inner, parent)
@@ -227,10 +232,10 @@ function ops.begin(kind, whose, root, key, parent, digests, whole, parts, bytes,
     local evicted = #removed - dropped
     if why then return { why, '', evicted } end
     if life_of(kind) == '' then
-        lives[kind] = string.format('%08d', call('HINCRBY', numbers, 'life', 1))
+        lives[kind] = string.format('%08d', add('life', 1))
         call('HSET', numbers, 'i' .. kind, lives[kind], 'n' .. kind, 0, 'k' .. kind, whose)
     end
-    call('HINCRBY', numbers, 'bytes', tonumber(bytes))
+    add('bytes', tonumber(bytes))
     set_loose(parts, bytes, now + LOOSE_S)
     return { 'go', life_of(kind), evicted }
 end
@@ -249,9 +254,9 @@ function ops.complete(root, key, whole, row)
     end
     call('HSET', index, key, row)
     call('ZADD', tree, 0, member_of(key, row))
-    call('ZADD', leaves, call('HINCRBY', numbers, 'moment', 1), key)
-    call('HINCRBY', numbers, 'bytes', tonumber(bytes))
-    call('HINCRBY', numbers, 'n' .. kind, 1)
+    call('ZADD', leaves, add('moment', 1), key)
+    add('bytes', tonumber(bytes))
+    add('n' .. kind, 1)
     local above = call('ZSCORE', leaves, parent)
     if above then
         call('ZREM', leaves, parent)
@@ -291,7 +296,7 @@ function ops.clear(fingerprint, salt)
             local kind = sub(field, 2)
             local records = tonumber(call('HGET', numbers, 'n' .. kind))
             count = count + records
-            call('HINCRBY', numbers, 'dead', records)
+            add('dead', records)
             call('HDEL', numbers, 'n' .. kind, 'i' .. kind, 'k' .. kind)
             lives[kind] = nil
         end
