@@ -3,9 +3,13 @@
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from kvtide.core.records import Record
+from kvtide.testing.tier_drive import DrivenTier
+from kvtide.tiers.base import LoadOutcome
 from kvtide.tiers.redis.address import Address
 from kvtide.tiers.redis.index import VERSION
 from kvtide.tiers.redis.routes import Limits
@@ -65,3 +69,33 @@ def part_names(server: Server, record: Record, prefix: str = PREFIX) -> list[byt
     write_id = row_of(server, record, prefix)[:16]
     count = len(parts.lengths_of(record))
     return [f"{prefix}:{VERSION}:{write_id.hex()}:{n}".encode() for n in range(count)]
+
+
+@contextmanager
+def driven(place: int | Address, bytes_max: int = 8 * MiB, **more: Any) -> Iterator[DrivenTier]:
+    """A tier whose promises are watched; closed at the end."""
+    woken = threading.Event()
+    tier = DrivenTier(open_redis(place, woken.set, bytes_max, **more), woken, WAIT_S)
+    try:
+        yield tier
+    finally:
+        tier.close(WAIT_S)
+    tier.check_quiet()
+
+
+def heal(tier: DrivenTier, record: Record) -> None:
+    """Let time pass until a record can be loaded again."""
+    deadline_s = time.monotonic() + WAIT_S
+    while tier.load(record) is not LoadOutcome.LOADED:
+        assert time.monotonic() < deadline_s, tier.tier.statistics()
+        tier.pass_time(5_000)
+        tier.poll_for(0.05)
+
+
+def well(tier: DrivenTier) -> None:
+    """Let time pass until its place is said to work."""
+    deadline_s = time.monotonic() + WAIT_S
+    while tier.tier.statistics().state != "on":
+        assert time.monotonic() < deadline_s, tier.tier.statistics()
+        tier.pass_time(5_000)
+        tier.poll_for(0.05)
