@@ -85,10 +85,7 @@ class Routes:
                 connection.limit(self._until_s)
         if not self._connections:
             self._first = None  # where it was may not be where it is
-        for asked in self._asked.values():
-            asked.close()
-        self._asked.clear()
-        self._asks.clear()
+        self._forget_asks()
 
     def of(self, key: bytes) -> Connection:
         """The connection to whoever has this key.
@@ -111,7 +108,7 @@ class Routes:
     def _asking(self, key: bytes, host: Host) -> Connection:
         """A connection for this key alone: leave to ask holds for one command."""
         connection = self._asked.get(key)
-        if connection is None or connection.unread:
+        if connection is None:
             connection = self._asked[key] = self._opened(host)
             self._greet(connection)
         connection.send(b"ASKING")
@@ -142,6 +139,9 @@ class Routes:
         for host, connection in list(self._connections.items()):
             if connection.unread:
                 self._forget(host)
+        for key, asked in list(self._asked.items()):
+            if asked.unread:
+                self._asked.pop(key).close()
 
     # ---- life
 
@@ -154,10 +154,17 @@ class Routes:
 
     def close(self) -> None:
         """All connections; the next call connects again."""
+        self._forget_asks()
         for host in list(self._connections):
             self._forget(host)
         self._slots = []
         self._first = None
+
+    def _forget_asks(self) -> None:
+        for asked in self._asked.values():
+            asked.close()
+        self._asked.clear()
+        self._asks.clear()
 
     def _forget(self, host: Host) -> None:
         with self._lock:
@@ -226,21 +233,30 @@ class Routes:
         """A connection that nothing was said on."""
         timeout_s = min(self._limits.connect_s, max(0.001, self._until_s - time.monotonic()))
         try:
-            if self._address.path:
-                sock = socket.socket(socket.AF_UNIX)
-                sock.settimeout(timeout_s)
-                sock.connect(self._address.path)
-            else:
-                sock = socket.create_connection(host, timeout_s)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if self._tls is not None:
-                    sock = self._tls.wrap_socket(sock, server_hostname=host[0])
+            sock = self._socket(host, timeout_s)
         except OSError as error:  # ssl.SSLError is one
             where = self._address.path or shown_host(*host)
             raise PlaceFailed(f"{where} cannot be reached: {error}") from error
         connection = Connection(sock, self._limits.silent_s)
         connection.limit(self._until_s)
         return connection
+
+    def _socket(self, host: Host, timeout_s: float) -> socket.socket:
+        tls = self._tls if self._address.is_tls else None
+        if self._address.path:
+            sock = socket.socket(socket.AF_UNIX)
+        else:
+            sock = socket.create_connection(host, timeout_s)
+        try:
+            sock.settimeout(timeout_s)
+            if self._address.path:
+                sock.connect(self._address.path)
+            else:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return sock if tls is None else tls.wrap_socket(sock, server_hostname=host[0])
+        except BaseException:
+            sock.close()
+            raise
 
     def _greet(self, connection: Connection, *, is_sentinel: bool = False) -> None:
         """Say who we are, and see who it is."""
