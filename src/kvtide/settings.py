@@ -167,7 +167,7 @@ KEYS = (
         owner="node",
         accepts="a list, such as `[{type: disk, path: /mnt/nvme/kvtide, bytes_max: 2TiB}]`; JSON"
         " in the environment",
-        doc="The places below host memory, in the order in which they are asked, the nearest first;"
+        doc="The places below host memory, in the order in which they are asked, nearest first;"
         " [Tiers](#tiers) says what an entry of each type may name. One disk alone may be given as"
         " `disk_path` instead; giving both is an error.",
         show=tier_entries.show,

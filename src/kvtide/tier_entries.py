@@ -58,7 +58,8 @@ COMMON = (
         "name",
         parse=_parse_name,
         accepts="a word",
-        doc="What status and metrics call the place; by default its type. Two of one type need it.",
+        doc="What status and metrics call the place; by default its type. Two of one type need"
+        " it.",
         default=None,
     ),
     Option(
@@ -132,18 +133,18 @@ def _parsed(kind: str, given: Mapping[str, object], options: Sequence[Option]) -
     missing = [o.name for o in options if o.default is REQUIRED and o.name not in given]
     if missing:
         raise ValueError(f"a tier of type {kind} without {' and '.join(missing)}")
-    found = {name: option.default for name, option in by_name.items()}
-    for name, value in given.items():
+    found = {option.name: option.default for option in by_name.values()}
+    for name, raw in given.items():
         try:
-            found[name] = by_name[name].parse(value)
+            found[name] = by_name[name].parse(raw)
         except ValueError as error:
-            said = "" if by_name[name].secret else f" {value!r}"
+            said = "" if by_name[name].secret else f" {raw!r}"
             raise ValueError(f"{name}{said} of a tier of type {kind}: {error}") from None
-    name, write = found.pop("name") or kind, str(found.pop("write"))
+    name, write = str(found.pop("name") or kind), str(found.pop("write"))
     label = kind if name == kind else f"{name} ({kind})"
     words = [f"{o.name} {o.shown(found[o.name])}" for o in options if found[o.name] != o.default]
     words += [f"write {write}"] if write != "through" else []
-    return TierEntry(kind, str(name), write, found, f"{label}: {', '.join(words) or 'default'}")
+    return TierEntry(kind, name, write, found, f"{label}: {', '.join(words) or 'default'}")
 
 
 def checked_together(entries: Sequence[TierEntry]) -> tuple[TierEntry, ...]:

@@ -60,7 +60,23 @@ DISK = (
     ),
 )
 
-BUILT_IN: dict[str, tuple[Option, ...]] = {"disk": DISK}
+SHARED_DIR = (
+    Option(
+        "path",
+        parse=parse_path,
+        accepts="an absolute path",
+        doc="Directory that several machines mount, each as the same user; made if need be.",
+    ),
+    Option(
+        "bytes_max",
+        parse=parse_bytes_max,
+        accepts="a size",
+        doc="Most bytes of the files that this node keeps there; others have caps of their own.",
+        show=show_bytes,
+    ),
+)
+
+BUILT_IN: dict[str, tuple[Option, ...]] = {"disk": DISK, "shared_dir": SHARED_DIR}
 """Types of ours, in the order of docs/configuration.md, and what each may be told."""
 
 

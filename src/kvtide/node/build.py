@@ -87,9 +87,7 @@ class Opening:
     behind; should it come back, it closes what it has opened.
     """
 
-    def __init__(
-        self, entry: TierEntry, queue_bytes_max: int, wake: Callable[[], None]
-    ) -> None:
+    def __init__(self, entry: TierEntry, queue_bytes_max: int, wake: Callable[[], None]) -> None:
         """Begin."""
         self.entry = entry
         self._queue_bytes_max = queue_bytes_max

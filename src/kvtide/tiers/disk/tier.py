@@ -30,10 +30,10 @@ from kvtide.tiers.base import (
     StoreOutcome,
     TierStatistics,
 )
+from kvtide.tiers.breaker import Breaker
 from kvtide.tiers.disk import start
-from kvtide.tiers.disk.breaker import Breaker
 from kvtide.tiers.disk.catalog import Catalog
-from kvtide.tiers.disk.cleared import CLEARS_MAX, EVERYTHING, Clears, Scope
+from kvtide.tiers.disk.cleared import CLEARS_MAX, Clears
 from kvtide.tiers.disk.directory import Directory
 from kvtide.tiers.disk.files import Files, SystemFiles
 from kvtide.tiers.disk.hung import RUN_MS_MAX, Hung
@@ -54,6 +54,7 @@ from kvtide.tiers.disk.rows import Kind
 from kvtide.tiers.disk.space import Space
 from kvtide.tiers.disk.stores import Stores
 from kvtide.tiers.disk.workers import Workers
+from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.units import MiB
 
 logger = logging.getLogger("kvtide.disk")
@@ -113,8 +114,9 @@ class DiskTier:
         self._catalog = Catalog()
         self._space = Space(bytes_max, segment_bytes)
         self._directory = Directory(str(path.absolute()), files or SystemFiles(), sync)
-        self._reads = Breaker("reads", self._directory.path)
-        self._writes = Breaker("writes", self._directory.path)
+        disk = f"disk {self._directory.path}"
+        self._reads = Breaker("reads", disk, logger)
+        self._writes = Breaker("writes", disk, logger)
         self._workers = Workers(self._directory, wake)
         self._hung = Hung(self._workers)
         self._room = Room(self._catalog, self._space, self._workers)
@@ -190,7 +192,7 @@ class DiskTier:
         kinds = {
             number
             for number, state in self._catalog.kinds.items()
-            if not state.is_retired and scope.has(state.kind)
+            if not state.is_retired and scope.has(state.kind.root)
         }
         if not self._is_closed:
             last = self._last_segment_of(scope)
@@ -204,7 +206,7 @@ class DiskTier:
         """What is stored from now on lies behind it."""
         active = self._space.active
         if active is not None:
-            if not any(map(scope.has, active.kinds)):
+            if not any(scope.has(kind.root) for kind in active.kinds):
                 return active.number - 1
             self._room.roll()
         return self._space.next_number - 1
