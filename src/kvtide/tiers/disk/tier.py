@@ -30,8 +30,8 @@ from kvtide.tiers.base import (
     StoreOutcome,
     TierStatistics,
 )
-from kvtide.tiers.disk import start
 from kvtide.tiers.breaker import Breaker
+from kvtide.tiers.disk import start
 from kvtide.tiers.disk.catalog import Catalog
 from kvtide.tiers.disk.cleared import CLEARS_MAX, Clears
 from kvtide.tiers.disk.directory import Directory
@@ -114,9 +114,9 @@ class DiskTier:
         self._catalog = Catalog()
         self._space = Space(bytes_max, segment_bytes)
         self._directory = Directory(str(path.absolute()), files or SystemFiles(), sync)
-        place = f"disk {self._directory.path}"
-        self._reads = Breaker("reads", place, logger)
-        self._writes = Breaker("writes", place, logger)
+        disk = f"disk {self._directory.path}"
+        self._reads = Breaker("reads", disk, logger)
+        self._writes = Breaker("writes", disk, logger)
         self._workers = Workers(self._directory, wake)
         self._hung = Hung(self._workers)
         self._room = Room(self._catalog, self._space, self._workers)

@@ -1,0 +1,236 @@
+"""Who has which part of the directory: a member writes in a sub-directory of its own alone.
+
+    DIRECTORY/<32 hex digits>/owner       who writes there; not there: nobody does
+                              journal     what is there: `journal.py`
+                              xx/<key>    records, by the first two digits of their keys
+
+A sub-directory has a random name that was never anybody's, made by whoever finds none that is
+free; so hosts of one name, and disk images that were copied, do not meet in one. Who starts takes
+one that is free: its owner ended in order, or is proven dead (this boot, these processes), or has
+not written to `owner` for two minutes by the server's own clock, though it would four times. So
+what a node leaves is found, evicted and counted by the next one, and a directory that nobody
+takes stays readable.
+
+Taking is one step that only one can win, on any file system: `owner` is made where there is none,
+or renamed away by name. Silence proves nothing, so who wrote there may wake up: each write looks
+first whether `owner` is still the file that it made. What two do at the same moment none the less
+ends as rows or records that do not prove themselves: misses.
+"""
+
+import logging
+import os
+import re
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtide.errors import ConfigError
+from kvtide.tiers.disk.files import Files, read_fully, write_fully
+from kvtide.tiers.shared_dir.journal import MEMBER_BYTES
+
+logger = logging.getLogger("kvtide.shared_dir")
+
+OWNER = "owner"
+ALIVE_MS = 30_000
+"""So often an owner writes that it is there."""
+SILENT_S = 120
+"""Whoever has not for so long is taken for dead; a reboot takes longer."""
+MEMBERS_MAX = 1024
+"""Read of one directory; each costs a look at every lookup that is not answered at once."""
+OWNER_BYTES_MAX = 1024
+_NAME = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process by what nobody else has at its time: the boot, its namespace, number and start."""
+
+    boot: str
+    namespace: str
+    pid: int
+    start: str
+
+    def __str__(self) -> str:
+        return f"{self.boot} {self.namespace} {self.pid} {self.start}"
+
+    def is_seen_dead(self, by: "Process") -> bool:
+        """Whether this other process can tell, by /proc, that it has ended."""
+        is_near = (self.boot, self.namespace) == (by.boot, by.namespace)
+        return is_near and _start_of(self.pid) != self.start
+
+
+def this_process() -> Process:
+    """The one that asks."""
+    pid = os.getpid()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    namespace = str(Path("/proc/self/ns/pid").stat().st_ino)
+    return Process(boot, namespace, pid, _start_of(pid))
+
+
+def _start_of(pid: int) -> str:
+    """When a process started, in ticks since the boot; empty if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[19]
+
+
+def _parsed(text: str) -> Process | None:
+    words = text.split("\n")[0].split(" ")
+    if len(words) != 5 or not words[3].isdecimal():
+        return None
+    return Process(words[1], words[2], int(words[3]), words[4])
+
+
+class Place:
+    """The directory, and the member that this tier is.
+
+    Ownership: the opening thread until it is claimed; then any thread reads, and `claim`, `alive`
+    and `free` belong to the writing threads, one at a time.
+    """
+
+    def __init__(self, path: str, files: Files) -> None:
+        self.path = path
+        self.files = files
+        self.own = b""
+        self._incarnation = secrets.token_hex(16)
+        self._process = this_process()
+        self._inode = 0
+        self._beats = 0
+
+    def at(self, member: bytes, name: str = "") -> str:
+        """Path of something of a member; of its directory."""
+        return f"{self.path}/{member.hex()}/{name}" if name else f"{self.path}/{member.hex()}"
+
+    def members(self) -> list[bytes]:
+        """All that are there, a bounded number. Raises OSError."""
+        names = sorted(filter(_NAME.fullmatch, self.files.names(self.path)))
+        return [bytes.fromhex(name) for name in names[:MEMBERS_MAX]]
+
+    # ---- becoming one
+
+    def claim(self) -> None:
+        """Become the owner of a free part, the fullest first, or of one that is made.
+
+        Raises:
+            OSError: nothing can be written there.
+        """
+        self.files.make_directory(self.path)
+        now_s = self._server_time_s()
+        sizes = {}
+        for member in self.members():
+            with suppress(OSError):
+                sizes[member] = self.files.size_at(self.at(member, "journal")).length_bytes
+        for member in sorted(sizes, key=lambda one: -sizes[one]):
+            with suppress(OSError):
+                if self._has_freed(member, now_s) and self._make_owner(member):
+                    self.own = member
+                    return
+        member = secrets.token_bytes(MEMBER_BYTES)
+        self.files.make_directory(self.at(member))
+        if not self._make_owner(member):
+            raise ConfigError(f"{self.at(member)} is somebody's already: that cannot be")
+        self.own = member
+
+    def _server_time_s(self) -> float:
+        """What the clock says by which files get their times."""
+        path = f"{self.path}/{self._incarnation}.tmp"
+        descriptor = self.files.open(path, os.O_WRONLY | os.O_CREAT)
+        try:
+            write_fully(self.files, descriptor, [b"now"], 0)
+            self.files.sync(descriptor)
+            return self.files.size(descriptor).modified_s
+        finally:
+            self.files.close(descriptor)
+            self.files.unlink(path)
+
+    def _has_freed(self, member: bytes, now_s: float) -> bool:
+        """Whether nobody owns it; who is dead does not from now on."""
+        path = self.at(member, OWNER)
+        try:
+            text = self._read(path)
+            age_s = now_s - self.files.size_at(path).modified_s
+        except FileNotFoundError:
+            return True
+        process = _parsed(text)
+        is_dead = process is not None and process.is_seen_dead(self._process)
+        if not is_dead and age_s < SILENT_S:
+            return False
+        taken = f"{path}.{self._incarnation}.tmp"
+        self.files.rename(path, taken)  # of all who try, one finds it
+        if self._read(taken) != text:  # somebody else has been quicker, and owns it
+            self.files.rename(taken, path)
+            return False
+        self.files.unlink(taken)
+        logger.info(
+            "shared_dir %s: the owner of %s is %s; it is taken over",
+            self.path,
+            member.hex()[:8],
+            "dead" if is_dead else f"silent for {age_s:.0f} s",
+        )
+        return True
+
+    def _make_owner(self, member: bytes) -> bool:
+        """Whether it is ours now."""
+        try:
+            descriptor = self.files.open(
+                self.at(member, OWNER), os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            )
+        except FileExistsError:
+            return False
+        try:
+            write_fully(self.files, descriptor, [self._text()], 0)
+            self.files.sync(descriptor)
+            self._inode = self.files.size(descriptor).inode
+        finally:
+            self.files.close(descriptor)
+        return True
+
+    def _text(self) -> bytes:
+        self._beats += 1
+        return f"{self._incarnation} {self._process}\n{self._beats}\n".encode()
+
+    def _read(self, path: str) -> str:
+        content = bytearray(OWNER_BYTES_MAX)
+        descriptor = self.files.open(path, os.O_RDONLY)
+        try:
+            count = read_fully(self.files, descriptor, [memoryview(content)], 0)
+        finally:
+            self.files.close(descriptor)
+        return content[:count].decode("ascii", "replace")
+
+    # ---- being one
+
+    def is_there(self) -> bool:
+        """Whether the directory is, with what we have made in it: a mount may be gone."""
+        try:
+            self.files.link_at(self.at(self.own))
+        except OSError:
+            return False
+        return True
+
+    def require(self) -> None:
+        """Raises OSError where the own part is not there, or not ours any more."""
+        if self.files.link_at(self.at(self.own, OWNER)).inode != self._inode:
+            raise PermissionError(f"another node has taken {self.at(self.own)} over")
+
+    def alive(self) -> None:
+        """Say that we are; raises OSError."""
+        self.require()
+        path = self.at(self.own, OWNER)
+        if not self._read(path).startswith(self._incarnation):
+            raise PermissionError(f"another node has taken {self.at(self.own)} over")
+        descriptor = self.files.open(path, os.O_WRONLY)
+        try:
+            write_fully(self.files, descriptor, [self._text()], 0)
+            self.files.sync(descriptor)
+        finally:
+            self.files.close(descriptor)
+
+    def free(self) -> None:
+        """The next one may have it at once."""
+        with suppress(OSError):
+            self.require()
+            self.files.unlink(self.at(self.own, OWNER))

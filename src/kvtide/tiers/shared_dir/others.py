@@ -1,0 +1,124 @@
+"""What was read of the other members' journals, and what of it a clear has taken away.
+
+A clear is this node's: the records of others stay theirs, but those that a clear means are not
+found here any more, up to the number that each member had come to. While that is being noted,
+nothing of its scope is taken in at all.
+
+Ownership: the node's owner thread.
+"""
+
+from dataclasses import dataclass, field
+
+from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.scope import Scope
+from kvtide.tiers.shared_dir.journal import (
+    ClearedRow,
+    GoneRow,
+    KeptRow,
+    KindRow,
+    Live,
+    Piece,
+    Position,
+    Row,
+)
+from kvtide.tiers.shared_dir.ops import Ended
+from kvtide.tiers.shared_dir.view import Gone, View
+
+
+@dataclass(slots=True)
+class _Member:
+    """One member's journal. `stale`: keys that one before it told of, and it has not yet."""
+
+    position: Position = field(default_factory=Position)
+    sequence: int = 0
+    kinds: dict[int, Kind] = field(default_factory=dict)
+    stale: set[bytes] | None = None
+
+
+class Others:
+    """All that is known of the members."""
+
+    def __init__(self, view: View, own: bytes) -> None:
+        self.cleared: dict[Scope, dict[bytes, int]] = {}
+        self.clearing: list[Scope] = []
+        self.are_more = True
+        """Whether journals have rows that were not read yet."""
+        self._is_settled = False
+        self._view = view
+        self._own = own
+        self._members: dict[bytes, _Member] = {}
+
+    def positions(self) -> dict[bytes, Position]:
+        """Where to read on."""
+        return {member: one.position for member, one in self._members.items()}
+
+    def known(self) -> dict[bytes, tuple[Position, int]]:
+        """The same, with the last number of each."""
+        return {member: (one.position, one.sequence) for member, one in self._members.items()}
+
+    def take_own(self, live: Live) -> None:
+        """What the own journal says at a start."""
+        self.cleared = live.cleared
+        for row in live.kept.values():
+            self._view.add(self._own, live.kinds[row.kind], row)
+
+    def note_cleared(self, scope: Scope, up_to: dict[bytes, int]) -> None:
+        """Nothing of this scope is found, up to these numbers."""
+        self.cleared[scope] = self.cleared.get(scope, {}) | up_to
+
+    def take(self, ended: Ended) -> list[Gone]:
+        """What a look has brought; own records that nobody can reach any more by that."""
+        gone: list[Gone] = []
+        for member in ended.missing:
+            self._members.pop(member, None)
+            for key in self._view.keys_of(member):
+                gone += self._view.forget(member, key)
+        for member, piece in ended.pieces.items():
+            gone += self._take_piece(member, piece)
+        self.are_more = any(piece.has_more for piece in ended.pieces.values())
+        if not self.are_more and not self._is_settled:
+            self._is_settled = True  # what hangs on nothing now hangs on what others evicted
+            gone += self._view.take_own_aside()
+        return gone
+
+    def _take_piece(self, member: bytes, piece: Piece) -> list[Gone]:
+        one = self._members.setdefault(member, _Member())
+        if piece.is_anew:
+            one.stale = set(self._view.keys_of(member))
+            one.kinds = {}
+        one.position = piece.position
+        one.sequence = max(one.sequence, piece.sequence)
+        gone: list[Gone] = []
+        for row in piece.rows:
+            gone += self._take_row(member, one, row)
+        if one.stale is not None and not piece.has_more:
+            for key in one.stale:
+                gone += self._view.forget(member, key)
+            one.stale = None
+        return gone
+
+    def _take_row(self, member: bytes, one: _Member, row: Row) -> list[Gone]:
+        match row:
+            case KindRow(number, kind):
+                one.kinds[number] = kind
+            case KeptRow():
+                one.sequence = max(one.sequence, row.sequence)
+                of_kind = one.kinds.get(row.kind)
+                if of_kind and not self._is_cleared(member, of_kind, row.sequence):
+                    self._view.add(member, of_kind, row)
+                    if one.stale is not None:
+                        one.stale.discard(row.key)
+            case GoneRow(keys):
+                return [gone for key in keys for gone in self._view.forget(member, key)]
+            case ClearedRow(scope, up_to):
+                if member in up_to:  # what it cleared elsewhere is its own affair
+                    self.note_cleared(scope, {member: up_to[member]})
+                    keys = self._view.keys_of(member, scope)
+                    return [gone for key in keys for gone in self._view.forget(member, key)]
+        return []
+
+    def _is_cleared(self, member: bytes, kind: Kind, sequence: int) -> bool:
+        return any(scope.has(kind.root) for scope in self.clearing) or any(
+            sequence <= up_to.get(member, -1) and scope.has(kind.root)
+            for scope, up_to in self.cleared.items()
+        )
