@@ -32,7 +32,8 @@ REQUIRED = object()
 @dataclass(frozen=True, slots=True)
 class Option:
     """One key of a type's entries. `parse` takes text, or a value of YAML or JSON, and raises
-    ValueError; what it raises for a secret does not repeat the value."""
+    ValueError; what it raises for a secret does not repeat the value. A secret is not shown, but
+    for what a `show` of its own leaves of it."""
 
     name: str
     parse: Callable[[object], Any]
@@ -44,7 +45,8 @@ class Option:
 
     def shown(self, value: object) -> str:
         """The value as logs and status may print it."""
-        return values.show_secret(value) if self.secret else self.show(value)
+        is_hidden = self.secret and self.show is values.show
+        return values.show_secret(value) if is_hidden else self.show(value)
 
 
 def _parse_name(raw: object) -> str:

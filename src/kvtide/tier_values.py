@@ -4,16 +4,20 @@ A type is a row in `BUILT_IN` here, and one in `kvtide.tiers.registry`, which sa
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Literal
 
 from kvtide import tier_entries
+from kvtide.redis_address import parse_address
 from kvtide.tier_entries import Option, TierEntry
 from kvtide.units import MiB, parse_bytes
 from kvtide.values import one_of, show_bytes
 
 BYTES_MIN = 64 * MiB  # a few chunks of a small model
 
+PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""Without what separates the parts of a key, or makes a server look at a part alone."""
 DISK_SYNC = ("none", "sealed", "each")
 
 
@@ -30,6 +34,13 @@ def parse_bytes_max(raw: object) -> int:
     if size < BYTES_MIN:
         raise ValueError(f"{size} bytes is too little to be of use; give at least 64MiB")
     return size
+
+
+def parse_prefix(raw: object) -> str:
+    """What keys of a server begin with."""
+    if not isinstance(raw, str) or not PREFIX.fullmatch(raw):
+        raise ValueError("not such a word")
+    return raw
 
 
 def parse_disk_bytes(raw: object) -> int | Literal["auto"]:
@@ -76,7 +87,66 @@ SHARED_DIR = (
     ),
 )
 
-BUILT_IN: dict[str, tuple[Option, ...]] = {"disk": DISK, "shared_dir": SHARED_DIR}
+REDIS = (
+    Option(
+        "url",
+        parse=parse_address,
+        accepts="`redis://user:password@host:port/0`, `rediss://…` with TLS, or `unix:///path`",
+        doc="A server, any of a cluster's servers (`host,host`), or the Sentinels and what they"
+        " call it (`redis://host:26379,host:26379/name`). The password is never shown.",
+        show=str,
+        secret=True,
+    ),
+    Option(
+        "bytes_max",
+        parse=parse_bytes_max,
+        accepts="a size",
+        doc="Most bytes of memory that records take there, of all nodes together. Give all the"
+        " same; the server's own `maxmemory` should be a tenth above.",
+        show=show_bytes,
+    ),
+    Option(
+        "prefix",
+        parse=parse_prefix,
+        accepts="letters, digits, `_`, `.`, `-`",
+        doc="What all keys begin with. Nodes of one prefix share records.",
+        default="kvtide",
+    ),
+    Option(
+        "password_file",
+        parse=parse_path,
+        accepts="an absolute path",
+        doc="A file whose first line is the password, in place of one in the URL.",
+        default=None,
+    ),
+    Option(
+        "ca_file",
+        parse=parse_path,
+        accepts="an absolute path",
+        doc="For TLS: the certificates that are trusted, in place of the system's.",
+        default=None,
+    ),
+    Option(
+        "cert_file",
+        parse=parse_path,
+        accepts="an absolute path",
+        doc="For TLS: this node's certificate, where the server wants one.",
+        default=None,
+    ),
+    Option(
+        "key_file",
+        parse=parse_path,
+        accepts="an absolute path",
+        doc="For TLS: the key of `cert_file`, if that does not hold it too.",
+        default=None,
+    ),
+)
+
+BUILT_IN: dict[str, tuple[Option, ...]] = {
+    "disk": DISK,
+    "shared_dir": SHARED_DIR,
+    "redis": REDIS,
+}
 """Types of ours, in the order of docs/configuration.md, and what each may be told."""
 
 

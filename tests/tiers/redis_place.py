@@ -10,7 +10,7 @@ from typing import Any
 from kvtide.core.records import Record
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.tiers.base import LoadOutcome
-from kvtide.tiers.redis.address import Address
+from kvtide.redis_address import Address
 from kvtide.tiers.redis.index import VERSION
 from kvtide.tiers.redis.routes import Limits
 from kvtide.tiers.redis.session import RedisSession

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.tiers.redis.address import Address
+from kvtide.redis_address import Address
 from kvtide.tiers.redis.resp import Connection, Reply, ServerError
 
 START_S_MAX = 20.0

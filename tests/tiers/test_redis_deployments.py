@@ -15,7 +15,7 @@ from kvtide.core.records import Record
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.breaker import FAILURES_MAX
-from kvtide.tiers.redis.address import Address, parse_address
+from kvtide.redis_address import Address, parse_address
 from kvtide.tiers.redis.opening import tls_context
 from kvtide.tiers.redis.resp import ServerError
 from kvtide.tiers.redis.routes import SLOTS, slot_of

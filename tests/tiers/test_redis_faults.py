@@ -13,7 +13,7 @@ from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.breaker import FAILURES_MAX
-from kvtide.tiers.redis.address import Address
+from kvtide.redis_address import Address
 from kvtide.tiers.redis.routes import Limits
 from kvtide.units import KiB, MiB
 from tests.tiers import redis_servers

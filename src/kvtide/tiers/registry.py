@@ -43,6 +43,7 @@ class TierType:
 BUILT_IN = {
     "disk": "kvtide.tiers.disk.opening:TYPE",
     "shared_dir": "kvtide.tiers.shared_dir.opening:TYPE",
+    "redis": "kvtide.tiers.redis.opening:TYPE",
 }
 """References of ours; their options stand in `kvtide.tier_values`, where settings are read."""
 

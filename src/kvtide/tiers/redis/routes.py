@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 
 from kvtide.errors import PlaceFailed
-from kvtide.tiers.redis.address import Address, shown_host
+from kvtide.redis_address import Address, shown_host
 from kvtide.tiers.redis.resp import Connection, Reply, ServerError
 from kvtide.tiers.remote.session import CALL_S_MAX, CONNECT_S_MAX
 

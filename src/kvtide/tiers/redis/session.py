@@ -16,7 +16,7 @@ from typing import TypeVar
 from kvtide.core.records import Record
 from kvtide.errors import CorruptRecord, PlaceFailed
 from kvtide.tiers.base import LoadOutcome, LookupJob, StoreOutcome
-from kvtide.tiers.redis.address import Address
+from kvtide.redis_address import Address
 from kvtide.tiers.redis.index import Index
 from kvtide.tiers.redis.resp import Connection, ServerError
 from kvtide.tiers.redis.routes import REDIRECTS_MAX, Limits, Redirected, Routes

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 PORT = 6379
-_HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%]+)\]|(?P<name>[^:\[\]/@?#,\s]+))(?::(?P<port>\d+))?")
+_HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]/@?#,\s]+))(?::(?P<port>\d+))?")
 _FORMS = "redis://host:port, rediss://host:port or unix:///path"
 
 
