@@ -17,7 +17,7 @@ from kvtide.tiers.redis.session import RedisSession
 from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.tier import RemoteTier
 from kvtide.units import MiB
-from tests.tiers.redis_servers import Server
+from kvtide.testing.redis_servers import Server
 
 PREFIX = "kvtide"
 QUEUE_BYTES_MAX = 8 * MiB

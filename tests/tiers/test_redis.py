@@ -14,9 +14,9 @@ from kvtide.testing.tier_suite import TierTests
 from kvtide.tiers.base import Tier
 from kvtide.tiers.redis.index import Index
 from kvtide.tiers.remote.tier import RemoteTier
-from tests.tiers import redis_servers
+from kvtide.testing import redis_servers
 from tests.tiers.redis_place import PREFIX, QUEUE_BYTES_MAX, open_redis, part_names
-from tests.tiers.redis_servers import Server
+from kvtide.testing.redis_servers import Server
 
 
 class RedisTests(TierTests):

@@ -20,9 +20,9 @@ from kvtide.tiers.redis.opening import tls_context
 from kvtide.tiers.redis.resp import ServerError
 from kvtide.tiers.redis.routes import SLOTS, slot_of
 from kvtide.units import KiB
-from tests.tiers import redis_servers
+from kvtide.testing import redis_servers
 from tests.tiers.redis_place import WAIT_S, driven, heal, part_names
-from tests.tiers.redis_servers import Server
+from kvtide.testing.redis_servers import Server
 
 ROOT = root_of()
 LARGE = layout_of(256 * KiB)

@@ -16,9 +16,9 @@ from kvtide.tiers.breaker import FAILURES_MAX
 from kvtide.redis_address import Address
 from kvtide.tiers.redis.routes import Limits
 from kvtide.units import KiB, MiB
-from tests.tiers import redis_servers
+from kvtide.testing import redis_servers
 from tests.tiers.redis_place import driven, heal, part_names, well
-from tests.tiers.redis_servers import Server
+from kvtide.testing.redis_servers import Server
 
 ROOT = root_of()
 SMALL = layout_of(4096, 8192)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvtide.tiers.remote import parts
 from kvtide.units import KiB, MiB
-from tests.tiers import redis_servers
+from kvtide.testing import redis_servers
 
 
 @given(st.integers(1, 64 * MiB))
