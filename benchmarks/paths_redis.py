@@ -35,6 +35,7 @@ from kvtide.core.records import Record, RootName
 from kvtide.testing import redis_servers
 from kvtide.testing.redis_servers import Server
 from kvtide.tiers.base import Loaded, LoadJob, LoadOutcome, Stored, StoreJob, StoreOutcome
+from kvtide.tiers.redis.index import WriteIds
 from kvtide.tiers.redis.routes import Limits
 from kvtide.tiers.redis.session import RedisSession
 from kvtide.tiers.remote.tier import RemoteTier
@@ -143,10 +144,11 @@ class Tier:
         self._woken = threading.Event()
         cap, address = 4 * ROUND_BYTES, server.address
         prefix = "several" if at_once else "single"
+        known = WriteIds()
         self._tier = RemoteTier(
             "redis",
             "benchmark",
-            lambda census: RedisSession(address, None, prefix, cap, census, Limits()),
+            lambda census: RedisSession(address, None, prefix, cap, census, known, Limits()),
             cap,
             self._woken.set,
             2 * ROUND_BYTES,

@@ -11,7 +11,7 @@ from kvtide.core.records import Record
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.tiers.base import LoadOutcome
 from kvtide.redis_address import Address
-from kvtide.tiers.redis.index import VERSION
+from kvtide.tiers.redis.index import VERSION, WriteIds
 from kvtide.tiers.redis.routes import Limits
 from kvtide.tiers.redis.session import RedisSession
 from kvtide.tiers.remote import parts
@@ -37,6 +37,7 @@ def open_redis(
 ) -> RemoteTier:
     """A tier on a port, or somewhere; it knows what is there, or that it does not answer."""
     address = Address((("127.0.0.1", place),)) if isinstance(place, int) else place
+    known = WriteIds()
     heard = threading.Event()
 
     def wake_both() -> None:
@@ -46,7 +47,7 @@ def open_redis(
     tier = RemoteTier(
         "redis",
         f"redis {address}",
-        lambda census: RedisSession(address, tls, prefix, bytes_max, census, limits),
+        lambda census: RedisSession(address, tls, prefix, bytes_max, census, known, limits),
         bytes_max,
         wake_both,
         QUEUE_BYTES_MAX,

@@ -56,7 +56,9 @@ local function first(prefix, from)
 end
 
 local function set_loose(parts, bytes, until_s)
-    add('loose', call('ZADD', loose, until_s, parts .. bytes))
+    local count = call('ZADD', loose, until_s, parts .. bytes)
+    add('loose', count)
+    add('bytes', count * tonumber(bytes))
 end
 
 local function unset_loose(parts, bytes)
@@ -235,19 +237,22 @@ function ops.begin(kind, whose, root, key, parent, digests, whole, parts, bytes,
         lives[kind] = string.format('%08d', add('life', 1))
         call('HSET', numbers, 'i' .. kind, lives[kind], 'n' .. kind, 0, 'k' .. kind, whose)
     end
-    add('bytes', tonumber(bytes))
     set_loose(parts, bytes, now + LOOSE_S)
     return { 'go', life_of(kind), evicted }
 end
 
--- All parts are there: it is a record from now on, in place of the tails that it begins with.
-function ops.complete(root, key, whole, row)
+-- All parts are there: it is a record from now on, in place of the tails that it begins with. The
+-- names of parts that are here too are looked for.
+function ops.complete(root, key, whole, row, ...)
     local kind, name, parent, digests = kind_of(row), name_of(row), parent_of(row), digests_of(row)
     local parts, bytes = sub(row, 1, 16) .. sub(row, 89, 92), sub(row, 73, 88)
     local is_kept = unset_loose(parts, bytes)
     local why = not is_kept and 'expired' or not is_live(row) and 'not_anchored'
         or is_held(name, key, parent, digests)
     if not why and not is_anchored(name, root, parent, tonumber(whole)) then why = 'not_anchored' end
+    for _, one in ipairs({ ... }) do
+        if not why and call('EXISTS', one) == 0 then why = 'no_parts' end
+    end
     if why then
         if is_kept then give_up(parts) end
         return { why }

@@ -5,15 +5,18 @@ Ownership: one thread's.
 
 import hashlib
 import struct
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 
+from kvtide.codec.record import WRITE_ID_BYTES
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.core.layout import KVLayout
 from kvtide.core.records import Record, RootName
 from kvtide.errors import PlaceFailed
 from kvtide.tiers.base import LookupJob
-from kvtide.tiers.redis.resp import Reply, ServerError
+from kvtide.tiers.redis.resp import Connection, Reply, ServerError
 from kvtide.tiers.redis.routes import Routes
 from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.census import Census
@@ -23,9 +26,45 @@ VERSION = 1
 """Of rows, members, parts and their names; another one has an index of its own."""
 SCRIPT = (resources.files(__package__) / "index.lua").read_bytes()
 _SHA = hashlib.sha1(SCRIPT, usedforsecurity=False).hexdigest().encode()
+WRITE_IDS_MAX = 8192
+"""Noted at once: all that is found for one prompt, several times."""
 _KIND_BYTES = 16
 _PARTS_BYTES = 20
 _ROW_AT = 92
+
+
+class WriteIds:
+    """Those of records that were found or stored lately: a hint, by which their parts are asked
+    for before the index has said that it is so.
+
+    Ownership: under a lock; all sessions of a tier share it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_key: dict[bytes, bytes] = {}
+
+    def note(self, key: bytes, write_id: bytes) -> None:
+        """It is, or was a moment ago, of this write."""
+        with self._lock:
+            self._by_key[key] = write_id
+            if len(self._by_key) > WRITE_IDS_MAX:
+                del self._by_key[next(iter(self._by_key))]
+
+    def take(self, key: bytes) -> bytes | None:
+        """What was noted, once."""
+        with self._lock:
+            return self._by_key.pop(key, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A call that was sent: its answer is the next on its connection."""
+
+    op: bytes
+    command: list[bytes]
+    removed_bytes: int
+    connection: Connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +89,14 @@ def kind_of(root: RootName, layout: KVLayout) -> bytes:
 class Index:
     """The index of one deployment below one prefix."""
 
-    def __init__(self, routes: Routes, census: Census, prefix: str, bytes_max: int) -> None:
+    def __init__(
+        self, routes: Routes, census: Census, known: WriteIds, prefix: str, bytes_max: int
+    ) -> None:
         tag = f"{prefix}:{{{prefix}:{VERSION}}}:"
         names = ("index", "tree", "leaves", "inner", "numbers", "loose")
         self._routes = routes
         self._census = census
+        self._known = known
         self._keys = [f"{tag}{name}".encode() for name in names]
         self._prefix = f"{prefix}:{VERSION}:"
         self._bytes_max = bytes_max
@@ -83,17 +125,27 @@ class Index:
                 parent = job.parent
                 for number, one in enumerate(rows):
                     at = number * KEY_BYTES
-                    records.append(_record(job, parent, job.keys[at : at + KEY_BYTES], one))
+                    records.append(self._found(job, parent, job.keys[at : at + KEY_BYTES], one))
                     parent = records[-1].key
                 if key:
-                    records.append(_record(job, parent, key, row))
+                    records.append(self._found(job, parent, key, row))
                 return records, bool(may_go_on)
         raise _nonsense(reply)
 
-    def locate(self, record: Record) -> bytes | None:
-        """The write id of a record; None: it is not there."""
+    def _found(self, job: LookupJob, parent: bytes, key: bytes, row: Reply) -> Record:
+        record = _record(job, parent, key, row)
+        assert isinstance(row, bytes), row
+        self._known.note(key, row[:WRITE_ID_BYTES])
+        return record
+
+    def locate(self, record: Record) -> Sent:
+        """Ask for the write id of a record."""
         kind = kind_of(record.root, record.layout)
-        reply = self._call(b"locate", kind, record.key, record.parent, record.digests)
+        return self._sent(b"locate", kind, record.key, record.parent, record.digests)
+
+    def located(self, sent: Sent) -> bytes | None:
+        """What `locate` has asked for; None: it is not there."""
+        reply = self._answered(sent)
         if not isinstance(reply, bytes):
             raise _nonsense(reply)
         return reply or None
@@ -120,16 +172,23 @@ class Index:
                 return Begun(why.decode(), life)
         raise _nonsense(reply)
 
-    def complete(self, record: Record, write_id: bytes, life: bytes) -> str:
-        """All its parts are there: "stored", or why it is no record."""
+    def complete(
+        self, record: Record, write_id: bytes, life: bytes, names: Sequence[bytes]
+    ) -> Sent:
+        """All its parts are there, or have been sent ahead of this call: these are looked for."""
         kind = kind_of(record.root, record.layout)
         ids, taken = _parts_of(record, write_id)
         row = write_id + kind + life + record.parent + taken + ids[16:] + record.digests
         whole = b"%d" % (record.layout.blocks_per_chunk * INNER_DIGEST_BYTES)
-        reply = self._call(b"complete", record.root.key, record.key, whole, row)
+        return self._sent(b"complete", record.root.key, record.key, whole, row, *names)
+
+    def completed(self, sent: Sent, record: Record, write_id: bytes) -> str:
+        """How `complete` ended: "stored", or why it is no record."""
+        reply = self._answered(sent)
         match reply:
             case [b"stored"]:
-                self._census.stored(kind, record.root)
+                self._census.stored(kind_of(record.root, record.layout), record.root)
+                self._known.note(record.key, write_id)
                 return "stored"
             case [bytes() as why]:
                 return why.decode()
@@ -184,21 +243,30 @@ class Index:
     # ---- the call
 
     def _call(self, *arguments: bytes) -> Reply:
+        return self._answered(self._sent(*arguments))
+
+    def _sent(self, *arguments: bytes) -> Sent:
         op, *rest = arguments
         removed = bytes(self._removed)
         command = [b"%d" % len(self._keys), *self._keys, op, removed, *rest]
         connection = self._routes.of(self._keys[0])
         connection.send(b"EVALSHA", _SHA, *command)
-        reply = connection.read()
+        return Sent(op, command, len(removed), connection)
+
+    def _answered(self, sent: Sent) -> Reply:
+        op = sent.op
+        reply = sent.connection.read()
         if isinstance(reply, ServerError) and reply.code == "NOSCRIPT":
+            if sent.connection.unread:
+                raise PlaceFailed("it has lost its script while it was used")
             connection = self._routes.of(self._keys[0])
-            connection.send(b"EVAL", SCRIPT, *command)
+            connection.send(b"EVAL", SCRIPT, *sent.command)
             reply = connection.read()
         if isinstance(reply, ServerError):
             raise self._routes.judge(self._keys[0], reply)
         match reply:
             case [int(is_whole), int(taken), bytes() as victims, bytes() as kinds, result]:
-                del self._removed[: len(removed)]
+                del self._removed[: sent.removed_bytes]
                 if not is_whole:
                     self._census.counted({})
                 evicted = result[2] if op == b"begin" and isinstance(result, list) else 0

@@ -9,6 +9,7 @@ from typing import Any
 from kvtide.errors import ConfigError
 from kvtide.tier_values import REDIS
 from kvtide.redis_address import Address
+from kvtide.tiers.redis.index import WriteIds
 from kvtide.tiers.redis.routes import Limits
 from kvtide.tiers.redis.session import RedisSession
 from kvtide.tiers.registry import TierType
@@ -31,11 +32,12 @@ def open_redis(
     tls = None
     if address.is_tls:
         tls = tls_context(options["ca_file"], options["cert_file"], options["key_file"])
+    known = WriteIds()
     bytes_max, prefix = options["bytes_max"], options["prefix"]
     return RemoteTier(
         "redis",
         f"redis {address}",
-        lambda census: RedisSession(address, tls, prefix, bytes_max, census, Limits()),
+        lambda census: RedisSession(address, tls, prefix, bytes_max, census, known, Limits()),
         bytes_max,
         wake,
         queue_bytes_max,

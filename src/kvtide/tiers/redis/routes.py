@@ -115,6 +115,11 @@ class Routes:
         _expect_ok(connection.read())
         return connection
 
+    @property
+    def are_one(self) -> bool:
+        """Whether all keys are on one server."""
+        return not self._slots
+
     def judge(self, key: bytes, error: ServerError) -> Exception:
         """What an error reply to a command about this key means for the call."""
         if error.code in ("MOVED", "ASK"):

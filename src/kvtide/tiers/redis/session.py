@@ -1,23 +1,24 @@
 """A thread's client of one deployment: records as parts and a row of the index.
 
-    store   begin ─► parts ─► complete       nobody finds it before the last step
-    load    locate ─► parts, proven
+    store   begin ─► parts, complete       nobody finds it before the last step
+    load    locate, parts ─► proven        parts are asked for by a hint, which the index confirms
 
 A part's name holds its write's random id, so no two writers ever touch the same one. A record is
 there from the one call that puts its row into the index; a kill before it leaves parts that the
 index knows as loose, which are removed by whoever stores next, a minute later.
 """
 
+import functools
 import ssl
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from kvtide.core.records import Record
 from kvtide.errors import CorruptRecord, PlaceFailed
 from kvtide.tiers.base import LoadOutcome, LookupJob, StoreOutcome
 from kvtide.redis_address import Address
-from kvtide.tiers.redis.index import Index
+from kvtide.tiers.redis.index import Index, WriteIds
 from kvtide.tiers.redis.resp import Connection, ServerError
 from kvtide.tiers.redis.routes import REDIRECTS_MAX, Limits, Redirected, Routes
 from kvtide.tiers.remote import parts
@@ -25,6 +26,8 @@ from kvtide.tiers.remote.census import Census
 from kvtide.tiers.scope import Scope
 
 Result = TypeVar("Result")
+_Part: TypeAlias = tuple[bytes, list[memoryview]]
+_Read: TypeAlias = tuple[bytes, list[memoryview], Connection]
 
 AHEAD_MAX = 4
 """Parts asked for before the first has come: the next is on its way while one is received, and a
@@ -36,6 +39,7 @@ _WHY = {
     "held": StoreOutcome.HELD,
     "not_anchored": StoreOutcome.NOT_ANCHORED,
     "no_room": StoreOutcome.NO_ROOM,
+    "no_parts": StoreOutcome.NO_ROOM,  # the server was full
     "other": StoreOutcome.FAILED,
     "expired": StoreOutcome.FAILED,  # what was set aside is not known any more
     "stored": StoreOutcome.STORED,
@@ -52,12 +56,14 @@ class RedisSession:
         prefix: str,
         bytes_max: int,
         census: Census,
+        known: WriteIds,
         limits: Limits,
     ) -> None:
         """Nothing is connected yet."""
         self._limits = limits
         self._routes = Routes(address, tls, limits)
-        self._index = Index(self._routes, census, prefix, bytes_max)
+        self._known = known
+        self._index = Index(self._routes, census, known, prefix, bytes_max)
 
     # ---- the calls of a session
 
@@ -67,8 +73,15 @@ class RedisSession:
     def load(self, record: Record, cells: Sequence[memoryview]) -> LoadOutcome:
         return self._called(lambda: self._load(record, cells), self._limits.call_s)
 
-    def store(self, record: Record, cells: Sequence[memoryview]) -> StoreOutcome:
-        return self._called(lambda: self._store(record, cells), self._limits.put_s)
+    def store(
+        self,
+        record: Record,
+        write_id: bytes,
+        cells: Sequence[memoryview],
+        headers: Callable[[], Sequence[memoryview]],
+    ) -> StoreOutcome:
+        work = functools.partial(self._store, record, write_id, cells, headers)
+        return self._called(work, self._limits.put_s)
 
     def clear(self, scope: Scope) -> int:
         return self._called(lambda: self._index.clear(scope), self._limits.call_s)
@@ -108,15 +121,23 @@ class RedisSession:
         return is_more
 
     def _load(self, record: Record, cells: Sequence[memoryview]) -> LoadOutcome:
-        write_id = self._index.locate(record)
+        hint = self._known.take(record.key)
+        locating = self._index.locate(record)
+        write_id = hint or self._index.located(locating)
         if write_id is None:
             return LoadOutcome.ABSENT
         headers = parts.empty_headers(record.layout, record.blocks)
         lengths = parts.lengths_of(record)
         names = self._index.names(write_id, len(lengths))
+        reading = deque(zip(names, parts.cut(headers, cells, lengths), strict=True))
+        under_way: deque[_Read] = deque()
+        self._ask_ahead(reading, under_way)
+        if hint is not None and self._index.located(locating) != hint:
+            self._routes.drop_busy()  # these answers are of another write
+            return self._load(record, cells)
         outcome = LoadOutcome.LOADED
         try:
-            if not self._get(zip(names, parts.cut(headers, cells, lengths), strict=True)):
+            if not self._receive(reading, under_way):
                 outcome = LoadOutcome.ABSENT  # evicted by the server, or expired
             else:
                 parts.prove(record, write_id, headers, cells)
@@ -128,30 +149,33 @@ class RedisSession:
             self._remove_victims()
         return outcome
 
-    def _get(self, wanted: Iterable[tuple[bytes, list[memoryview]]]) -> bool:
-        """Receive parts, some asked for ahead; whether all were there."""
-        under_way: deque[tuple[bytes, list[memoryview], Connection]] = deque()
+    def _ask_ahead(self, reading: deque[_Part], under_way: deque[_Read]) -> None:
+        while reading and len(under_way) < AHEAD_MAX:
+            name, pieces = reading.popleft()
+            connection = self._routes.of(name)
+            connection.send(b"GET", name)
+            under_way.append((name, pieces, connection))
+
+    def _receive(self, reading: deque[_Part], under_way: deque[_Read]) -> bool:
+        """Receive parts, asking for the next meanwhile; whether all were there."""
         is_there = True
-        rest = iter(wanted)
-        while is_there or under_way:
-            while is_there and len(under_way) < AHEAD_MAX:
-                part = next(rest, None)
-                if part is None:
-                    break
-                connection = self._routes.of(part[0])
-                connection.send(b"GET", part[0])
-                under_way.append((*part, connection))
-            if not under_way:
-                break
+        while under_way:
             name, pieces, connection = under_way.popleft()
             try:
                 is_there &= connection.read_into(pieces)
             except ServerError as error:
                 raise self._routes.judge(name, error) from error
+            if is_there:
+                self._ask_ahead(reading, under_way)
         return is_there
 
-    def _store(self, record: Record, cells: Sequence[memoryview]) -> StoreOutcome:
-        write_id = parts.random_write_id()
+    def _store(
+        self,
+        record: Record,
+        write_id: bytes,
+        cells: Sequence[memoryview],
+        headers: Callable[[], Sequence[memoryview]],
+    ) -> StoreOutcome:
         begun = self._index.begin(record, write_id)
         while begun.why == "more":
             self._remove_victims()
@@ -159,32 +183,39 @@ class RedisSession:
         self._remove_victims()
         if begun.why != "go":
             return _WHY[begun.why]
-        headers = parts.headers_of(record, write_id, cells)
         lengths = parts.lengths_of(record)
         names = self._index.names(write_id, len(lengths))
-        error = self._put(names, parts.cut(headers, cells, lengths))
-        if error is not None:
-            self._index.abandon(record, write_id)
-            self._remove_victims()
-            if error.code == "OOM":
-                return StoreOutcome.NO_ROOM
-            raise PlaceFailed(str(error))
-        why = self._index.complete(record, write_id, begun.life)
+        sent = self._put(names, parts.cut(headers(), cells, lengths))
+        if self._routes.are_one:  # in order on one server, which looks for them
+            completing = self._index.complete(record, write_id, begun.life, names)
+            refused = self._refusal(sent)
+        else:
+            refused = self._refusal(sent)
+            if refused is None:
+                completing = self._index.complete(record, write_id, begun.life, ())
+            else:
+                self._index.abandon(record, write_id)
+        why = "no_parts"
+        if refused is None or self._routes.are_one:
+            why = self._index.completed(completing, record, write_id)
         self._remove_victims()
+        if refused is not None and refused.code != "OOM":
+            raise PlaceFailed(str(refused))
         return _WHY[why]
 
     def _put(
         self, names: Sequence[bytes], values: Iterable[list[memoryview]]
-    ) -> ServerError | None:
-        """Send parts, one behind the other; what the first that was refused was refused with."""
+    ) -> list[tuple[bytes, Connection]]:
+        """Send parts, one behind the other; their answers are still to come."""
         sent = []
         for name, pieces in zip(names, values, strict=True):
             connection = self._routes.of(name)
             connection.send(b"SET", name, pieces)
             sent.append((name, connection))
-        return self._refusal(sent)
+        return sent
 
     def _refusal(self, sent: Sequence[tuple[bytes, Connection]]) -> ServerError | None:
+        """What the first that was refused was refused with."""
         refused = None
         for name, connection in sent:
             reply = connection.read()

@@ -7,7 +7,7 @@ a call has failed. It bounds each call by itself: whatever the place does, a cal
 cells any more. It reports what it learns of numbers to the `Census` it was given.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvtide.bounds import T_LOAD_MS, T_PUT_MS
@@ -34,9 +34,19 @@ class Session(Protocol):
         """LOADED, and each byte is proven; ABSENT; or CORRUPT. In both latter cases the record
         and what lies behind it are gone."""
 
-    def store(self, record: Record, cells: Sequence[memoryview]) -> StoreOutcome:
+    def store(
+        self,
+        record: Record,
+        write_id: bytes,
+        cells: Sequence[memoryview],
+        headers: Callable[[], Sequence[memoryview]],
+    ) -> StoreOutcome:
         """STORED, HELD, NOT_ANCHORED, NO_ROOM, or FAILED: its name has other content. Nothing is
-        sent of what is there. It is found once it is complete, and evicts what it must."""
+        sent of what is there. It is found once it is complete, and evicts what it must.
+
+        `headers` gives those of all shards, made for this write of 16 random bytes; they are
+        ready, or will soon be.
+        """
 
     def clear(self, scope: Scope) -> int:
         """None of these is found any more, by anybody; how many there were."""

@@ -52,8 +52,8 @@ RETRY_MS_MAX = 4_000
 """A broken place is tried so often at least: with a call of it, hits resume within T_heal."""
 SURVEY_MS = 10_000
 """So often the place is asked for its numbers: an idle tier knows whether it works, too."""
-HANDED_MAX = 2
-"""Stores that the writing thread is given ahead."""
+HANDED_MAX = 3
+"""Stores that the writing thread is given ahead: one is sent, the next has its sums taken."""
 CLEAR_S_MAX = 0.2
 """So long a clear waits for the place to take note of it."""
 CLEARS_MAX = 64
@@ -166,7 +166,7 @@ class RemoteTier:
         self._drop(meant, StoreOutcome.NOT_ANCHORED)
         op = ClearOp(scope)
         self._clears.append(op)
-        self._workers.clear(op)
+        self._workers.clear(op)  # only now: what is doomed and has not begun never does
         self._hand_over()
         if not self._breaker.is_open and op.is_done.wait(CLEAR_S_MAX):
             return op.count
@@ -223,7 +223,7 @@ class RemoteTier:
             if pending is None:
                 break
             self._pending.waiting.popleft()
-            op = StoreOp(pending.job)
+            op = StoreOp(pending.job, pending)
             pending.op = op
             self._pending.written[op] = pending
             self._workers.store(op)
@@ -355,7 +355,8 @@ class RemoteTier:
             return
         self._is_closed = True
         self._end_what_waits(self._workers.take_back(), LoadOutcome.CLOSED, StoreOutcome.CLOSED)
-        self._workers.stop(timeout_s)
+        self._workers.stop(timeout_s)  # with a store, if its sums were being taken
+        self._end_what_waits(self._workers.take_back(), LoadOutcome.CLOSED, StoreOutcome.CLOSED)
 
 
 class _Health:

@@ -2,17 +2,19 @@
 
     owner ── lookups ────────► 1 × ask ───┐
     owner ── loads ──────────► 2 × load ──┼─► results ── wake ──► owner
-    owner ── stores, clears ─► 1 × write ─┘
+    owner ── stores, clears ─► 1 × write ─┘      1 × sums
 
 Each thread has a session of its own. Small questions do not stand behind large values, and stores
 are sent one after the other: so a parent is there before its child is sent, and a clear lies
 between what was stored before and what is stored after it, without anybody having to see to it.
-What clears have left is given back between stores.
+What clears have left is given back between stores. The thread of the sums makes the headers of
+stores that wait, with their checksums, while another is sent.
 
 Ownership: all queues are under `_lock`, with a condition for each kind of thread. Threads are
 started by `start` and joined by `stop`; a thread that waits holds no cells.
 """
 
+import functools
 import logging
 import threading
 import time
@@ -24,6 +26,8 @@ from typing import Any, TypeAlias
 from kvtide.core.records import Record
 from kvtide.errors import ConfigError, PlaceFailed
 from kvtide.tiers.base import LoadJob, LoadOutcome, LookupJob, StoreJob, StoreOutcome
+from kvtide.tiers.pending import Pending
+from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.session import Session
 from kvtide.tiers.scope import Scope
 
@@ -49,9 +53,17 @@ class LoadOp:
 
 @dataclass(slots=True, eq=False)
 class StoreOp:
-    """A store."""
+    """A store. `headers` are there once they are made; one that `is_doomed` is not carried out."""
 
     job: StoreJob
+    pending: Pending
+    write_id: bytes = field(default_factory=parts.random_write_id)
+    headers: list[memoryview] | None = None
+
+    @property
+    def is_doomed(self) -> bool:
+        """Whether its owner has dropped it."""
+        return self.pending.is_doomed
 
 
 @dataclass(slots=True, eq=False)
@@ -101,12 +113,14 @@ class Workers:
         self._for_asks = threading.Condition(self._lock)
         self._for_loads = threading.Condition(self._lock)
         self._for_writes = threading.Condition(self._lock)
+        self._for_sums = threading.Condition(self._lock)
         self._for_quiet = threading.Condition(self._lock)
         self._asks: deque[AskOp] = deque()
         self._loads: deque[LoadOp] = deque()
         self._stores: deque[StoreOp] = deque()
         self._clears: deque[ClearOp] = deque()
         self._probes: deque[ProbeOp] = deque()
+        self._summing: StoreOp | None = None
         self._is_clear_due = False
         self._is_dirty = False
         self._is_stopping = False
@@ -123,15 +137,14 @@ class Workers:
         """
         runs = [("ask", self._next_ask), ("write", self._next_write)]
         runs += [(f"load-{n}", self._next_load) for n in range(LOAD_THREADS)]
+        targets: list[tuple[str, Callable[[], None]]] = [("sums", self._run_sums)]
         for kind, next_op in runs:
             session = self._open_session()
             self._sessions.append(session)
-            thread = threading.Thread(
-                target=self._run,
-                args=(session, next_op),
-                name=f"kvtide-{self._name}-{kind}",
-                daemon=True,
-            )
+            targets.append((kind, functools.partial(self._run, session, next_op)))
+        for kind, target in targets:
+            name = f"kvtide-{self._name}-{kind}"
+            thread = threading.Thread(target=target, name=name, daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
@@ -161,6 +174,7 @@ class Workers:
         with self._lock:
             self._stores.append(op)
             self._for_writes.notify()
+            self._for_sums.notify()
 
     def clear(self, op: ClearOp) -> None:
         """Have it done before any store that has not begun; again and again until it is done."""
@@ -178,17 +192,21 @@ class Workers:
     def take_back(self) -> tuple[list[AskOp], list[LoadOp], list[StoreOp]]:
         """What no thread has begun is the caller's again."""
         with self._lock:
-            taken = list(self._asks), list(self._loads), list(self._stores)
-            for queue in (self._asks, self._loads, self._stores):
-                queue.clear()
+            taken = list(self._asks), list(self._loads), self._taken_stores()
+            self._asks.clear()
+            self._loads.clear()
             return taken
 
     def take_back_stores(self) -> list[StoreOp]:
         """The same of stores alone."""
         with self._lock:
-            taken = list(self._stores)
-            self._stores.clear()
-            return taken
+            return self._taken_stores()
+
+    def _taken_stores(self) -> list[StoreOp]:
+        taken = [op for op in self._stores if op is not self._summing]
+        for op in taken:
+            self._stores.remove(op)
+        return taken
 
     def stop(self, timeout_s: float) -> None:
         """Let what runs end, for so long; then break it off, and end the threads."""
@@ -197,8 +215,10 @@ class Workers:
             self._is_stopping, self._is_dirty = True, False
             self._for_quiet.wait_for(lambda: not self._busy, timeout_s / 2)
             self._is_ending = True
-            for condition in (self._for_asks, self._for_loads, self._for_writes):
-                condition.notify_all()
+            self._for_asks.notify_all()
+            self._for_loads.notify_all()
+            self._for_writes.notify_all()
+            self._for_sums.notify_all()
         for session in self._sessions:
             session.interrupt()
         for thread in self._threads:
@@ -277,10 +297,14 @@ class Workers:
                 return Ended(op, found=found, may_go_on=may_go_on)
             case LoadOp(job):
                 return Ended(op, outcome=session.load(job.record, job.cells))
-            case StoreOp(job):
+            case StoreOp(job) as op:
                 self._clear_all(session)
                 self._sweep(session)
-                return Ended(op, outcome=session.store(job.record, job.cells))
+                if op.is_doomed:
+                    return Ended(op, outcome=StoreOutcome.NOT_ANCHORED)
+                headers = functools.partial(self._headers, op)
+                outcome = session.store(job.record, op.write_id, job.cells, headers)
+                return Ended(op, outcome=outcome)
             case ProbeOp():
                 self._clear_all(session)
                 session.survey()
@@ -292,6 +316,38 @@ class Workers:
             case SweepOp():
                 self._sweep(session)
         return None
+
+    # ---- headers
+
+    def _headers(self, op: StoreOp) -> list[memoryview]:
+        """Of a store that is being sent; another thread may be making them."""
+        with self._lock:
+            self._for_quiet.wait_for(lambda: self._summing is not op)
+        if op.headers is None:
+            op.headers = parts.headers_of(op.job.record, op.write_id, op.job.cells)
+        return op.headers
+
+    def _run_sums(self) -> None:
+        while self._sum_one():
+            pass
+
+    def _sum_one(self) -> bool:
+        with self._lock:
+            self._for_sums.wait_for(lambda: self._unsummed() or self._is_ending)
+            op = self._summing = None if self._is_ending else self._unsummed()
+        if op is None:
+            return False
+        try:
+            op.headers = parts.headers_of(op.job.record, op.write_id, op.job.cells)
+        except Exception:
+            logger.exception("checksums ended by a bug")  # the writing thread meets it too
+        with self._lock:
+            self._summing = None
+            self._for_quiet.notify_all()
+        return True
+
+    def _unsummed(self) -> StoreOp | None:
+        return next((op for op in self._stores if op.headers is None), None)
 
     def _sweep(self, session: Session) -> None:
         if self._is_dirty:
