@@ -310,16 +310,14 @@ class SQLiteTier:
         ).fetchone()
         if row is None:
             return LoadOutcome.ABSENT
-        content, at = memoryview(row[0]), 0
+        content, at = row[0], 0
         headers = []
         length = codec.header_bytes(record.layout.shard_count, record.blocks)
         try:
             for cells in job.cells:
-                headers.append(content[at : at + length])
+                headers.append(memoryview(content)[at : at + length])
                 at += length + len(cells)
-                if at > len(content):
-                    raise CorruptRecord("a record is cut short")
-                cells[:] = content[at - len(cells) : at]
+                cells[:] = content[at - len(cells) : at].ljust(len(cells))
             codec.verify(headers, job.cells, record)
         except CorruptRecord:
             self._sql.execute(BELOW, (record.key,))

@@ -138,6 +138,11 @@ class SharedDirTier:
             self._stores.free(self._others.take(ended))
             if not self._others.are_more or time.monotonic() > until_s:
                 break
+        for op in self._stores.shrink():  # the cap was lowered
+            if time.monotonic() < until_s:
+                self._stores.take_free(op, hands.run(op))
+            else:
+                self._workers.write(op)
         try:
             self._workers.start()
         except ConfigError:
