@@ -1,4 +1,4 @@
-"""A member's journal: what it says is read on by others, whatever was torn, damaged or replaced."""
+"""A member's journal: read on by others, whatever was torn, damaged or replaced."""
 
 import errno
 import os
