@@ -409,6 +409,29 @@ def test_a_full_server_takes_nothing_and_leaves_nothing_behind(kv: Path, code: i
         shared_of(tier).check_integrity()
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o1777])
+def test_a_directory_that_others_may_write_to_is_refused(kv: Path, mode: int) -> None:
+    """With what to do; nothing is made in it."""
+    kv.mkdir()
+    kv.chmod(mode)
+    with pytest.raises(ConfigError, match="chmod it to 700"), driven(kv):
+        pass
+    assert not list(kv.iterdir())
+
+
+def test_a_cap_that_was_lowered_holds_from_the_start(kv: Path) -> None:
+    """Before anything is served."""
+    records = [chain_of(ROOT, LARGE, text(number, BLOCKS_PER_CHUNK))[0] for number in range(12)]
+    with driven(kv, 8 * MiB) as tier:
+        tier.keep(records)
+    with driven(kv, MiB) as tier:
+        assert bytes_taken(part_of(shared_of(tier))) <= MiB
+        there = [record for record in records if tier.is_there(record)]
+        assert len(there) >= 2
+        assert {tier.load(record) for record in there} == {LoadOutcome.LOADED}
+        shared_of(tier).check_integrity()
+
+
 def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="cannot be used"), driven(tmp_path / "file" / "kv"):

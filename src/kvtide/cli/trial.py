@@ -38,7 +38,7 @@ TICK_S = 0.1
 STEP_S_MAX = T_PUT_MS / 1000 + 5.0
 """So long one step may take: what is stored ends within T_put, well or not."""
 
-WORDS = {
+STORE_WORDS = {
     StoreOutcome.NOT_ANCHORED: "the record before it is not kept: it was evicted at once, or the"
     " place keeps nothing",
     StoreOutcome.QUEUE_FULL: "too much waits already",
@@ -47,12 +47,14 @@ WORDS = {
     StoreOutcome.NO_ROOM: "there is no room: the place is full, or its cap too small",
     StoreOutcome.FAILED: "the place did not take it",
     StoreOutcome.BROKEN: "the place failed so often that it is left alone for now",
+}
+LOAD_WORDS = {
     LoadOutcome.ABSENT: "it is not there any more: somebody evicts it at once",
     LoadOutcome.CORRUPT: "what came back is not what was put",
     LoadOutcome.FAILED: "the place did not give it",
     LoadOutcome.BROKEN: "the place failed so often that it is left alone for now",
 }
-"""What an outcome means to whoever asks why."""
+"""What outcomes mean to whoever asks why."""
 
 
 class TrialFailed(KVTideError):
@@ -136,7 +138,7 @@ class Trial:
         for done in self._ended([job.number for job in jobs]):
             assert isinstance(done, Stored), done
             if not done.outcome.is_kept:
-                raise self._failed("put", done.outcome)
+                raise self._failed("put", done.outcome, STORE_WORDS.get(done.outcome))
 
     def _get(self, content: list[memoryview]) -> None:
         jobs = [
@@ -148,7 +150,7 @@ class Trial:
         for done in self._ended([job.number for job in jobs]):
             assert isinstance(done, Loaded), done
             if done.outcome is not LoadOutcome.LOADED:
-                raise self._failed("get", done.outcome)
+                raise self._failed("get", done.outcome, LOAD_WORDS.get(done.outcome))
 
     def _find(self, wanted: int) -> None:
         keys = b"".join(record.key for record in self._records)
@@ -180,8 +182,9 @@ class Trial:
             ended |= {done.number: done for done in self._tier.poll()}
         return [ended[number] for number in numbers]
 
-    def _failed(self, step: str, outcome: StoreOutcome | LoadOutcome) -> TrialFailed:
-        return TrialFailed(f"{step}: {WORDS.get(outcome, outcome)} ({outcome}){self._state()}")
+    def _failed(self, step: str, outcome: str, words: str | None) -> TrialFailed:
+        said = f"{words} ({outcome})" if words else outcome
+        return TrialFailed(f"{step}: {said}{self._state()}")
 
     def _state(self) -> str:
         state = self._tier.statistics().state

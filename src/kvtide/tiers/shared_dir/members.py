@@ -21,6 +21,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,8 +121,10 @@ class Place:
 
         Raises:
             OSError: nothing can be written there.
+            ConfigError: others may write there.
         """
         self.files.make_directory(self.path)
+        self._require_own()
         now_s = self._server_time_s()
         sizes = {}
         for member in self.members():
@@ -137,6 +140,25 @@ class Place:
         if not self._make_owner(member):
             raise ConfigError(f"{self.at(member)} is somebody's already: that cannot be")
         self.own = member
+
+    def _require_own(self) -> None:
+        """Nobody else may write there: records are proven against damage, not against forgery.
+
+        Raises:
+            ConfigError: somebody may.
+        """
+        found = self.files.size_at(self.path)
+        wrong = ""
+        if found.owner != os.geteuid():
+            wrong = f"belongs to user {found.owner}, and the node runs as user {os.geteuid()}"
+        elif found.mode & (stat.S_IWGRP | stat.S_IWOTH):
+            wrong = f"may be written to by others (its mode is {stat.S_IMODE(found.mode):o})"
+        if wrong:
+            raise ConfigError(
+                f"{self.path} {wrong}; its records are trusted, so it has to be this user's alone"
+                " on all machines: name a directory below it, which the node makes, or chown it"
+                " and chmod it to 700"
+            )
 
     def _server_time_s(self) -> float:
         """What the clock says by which files get their times."""
