@@ -409,6 +409,21 @@ def test_a_full_server_takes_nothing_and_leaves_nothing_behind(kv: Path, code: i
         shared_of(tier).check_integrity()
 
 
+def test_a_part_of_another_version_is_left_alone(kv: Path) -> None:
+    """Whether its owner is there or not; nothing of it is found, and nothing changed."""
+    with driven(kv) as tier:
+        tier.keep(tails(2))
+        journal = part_of(shared_of(tier)) / "journal"
+    flip(journal, 8)
+    before = journal.read_bytes()
+    with driven(kv) as tier:
+        assert part_of(shared_of(tier)) != journal.parent
+        assert not any(map(tier.is_there, tails(2)))
+        tier.keep(tails(2))
+    assert journal.read_bytes() == before
+    assert not (journal.parent / "owner").exists()
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o720, 0o1777])
 def test_a_directory_that_others_may_write_to_is_refused(kv: Path, mode: int) -> None:
     """With what to do; nothing is made in it."""

@@ -22,6 +22,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,8 +117,9 @@ class Place:
 
     # ---- becoming one
 
-    def claim(self) -> None:
-        """Become the owner of a free part, the fullest first, or of one that is made.
+    def claim(self, but: Collection[bytes] = ()) -> None:
+        """Become the owner of a free part, the fullest first, or of one that is made; of none of
+        these.
 
         Raises:
             OSError: nothing can be written there.
@@ -127,7 +129,7 @@ class Place:
         self._require_own()
         now_s = self._server_time_s()
         sizes = {}
-        for member in self.members():
+        for member in set(self.members()).difference(but):
             with suppress(OSError):
                 sizes[member] = self.files.size_at(self.at(member, "journal")).length_bytes
         for member in sorted(sizes, key=lambda one: -sizes[one]):
