@@ -117,8 +117,8 @@ def parse(
         raise ValueError(f"no tier has the type {kind!r}; {_nearest(kind, known)}")
     own = {name: value for name, value in given.items() if name not in common}
     entry = _parsed(kind, {name: given[name] for name in common & given.keys()}, ())
-    hidden = "".join(f", {name} given" for name in own)
-    return replace(entry, options=own, shown=f"{entry.shown}{hidden}")
+    shown = _shown(entry, [f"{name} given" for name in own])
+    return replace(entry, options=own, shown=shown)
 
 
 def complete(entry: TierEntry, options: Sequence[Option]) -> TierEntry:
@@ -143,10 +143,15 @@ def _parsed(kind: str, given: Mapping[str, object], options: Sequence[Option]) -
             said = "" if by_name[name].secret else f" {raw!r}"
             raise ValueError(f"{name}{said} of a tier of type {kind}: {error}") from None
     name, write = str(found.pop("name") or kind), str(found.pop("write"))
-    label = kind if name == kind else f"{name} ({kind})"
+    entry = TierEntry(kind, name, write, found, shown="")
     words = [f"{o.name} {o.shown(found[o.name])}" for o in options if found[o.name] != o.default]
-    words += [f"write {write}"] if write != "through" else []
-    return TierEntry(kind, name, write, found, f"{label}: {', '.join(words) or 'default'}")
+    return replace(entry, shown=_shown(entry, words))
+
+
+def _shown(entry: TierEntry, words: Sequence[str]) -> str:
+    label = entry.type if entry.name == entry.type else f"{entry.name} ({entry.type})"
+    write = [f"write {entry.write}"] if entry.write != "through" else []
+    return f"{label}: {', '.join([*words, *write]) or 'by default'}"
 
 
 def checked_together(entries: Sequence[TierEntry]) -> tuple[TierEntry, ...]:

@@ -76,8 +76,10 @@ def bytes_taken(part: Path) -> int:
 
 
 def look(tier: DrivenTier) -> None:
-    """Let it learn what others have done."""
+    """Let it learn what others have done: a question that it cannot answer makes it look."""
     tier.pass_time(100)
+    never = chain_of(ROOT, TINY, text(9_999, 1))[0]
+    assert not tier.is_there(never)
 
 
 def tails(count: int, first: int = 0) -> list[Record]:

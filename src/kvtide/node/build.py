@@ -39,11 +39,10 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class OpenTier:
-    """A tier, what the machine is told of it, and its entry in words."""
+    """A tier, and what the machine is told of it."""
 
     plan: TierPlan
     tier: Tier
-    shown: str
 
 
 def open_tiers(
@@ -75,8 +74,9 @@ def _waited_for(opening: "Opening", config: NodeConfig, way: Way) -> OpenTier | 
         logger.warning("the node goes without the tier %s: %s", opening.entry.name, error)
         return None
     tier.name = entry.name
+    logger.info("tier %s", entry.shown)
     plan = TierPlan(entry.name, WritePolicy(entry.write), config.load_policy == "always")
-    return OpenTier(plan, tier, entry.shown)
+    return OpenTier(plan, tier)
 
 
 class Opening:

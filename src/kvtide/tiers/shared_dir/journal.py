@@ -37,6 +37,8 @@ PIECE_BYTES = MiB
 """Read at a time: three thousand rows, so that a look into a large journal comes in steps of
 milliseconds."""
 BODY_BYTES_MAX = 512 * KiB
+GARBAGE_ROWS = 4096
+"""So many rows that say nothing any more are no reason to write a journal anew."""
 
 KIND, KEPT, GONE, CLEARED = 1, 2, 3, 4
 
@@ -403,4 +405,4 @@ class Journal:
 
 
 def _is_mostly_garbage(rows: int, live: int) -> bool:
-    return rows > 2 * live + 4096
+    return rows > 2 * live + GARBAGE_ROWS

@@ -21,12 +21,14 @@ import logging
 import os
 import re
 import secrets
+import stat
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtide.errors import ConfigError
-from kvtide.tiers.disk.files import Files, read_fully, write_fully
+from kvtide.tiers.disk.files import Files, FileSize, read_fully, write_fully
 from kvtide.tiers.shared_dir.journal import MEMBER_BYTES
 
 logger = logging.getLogger("kvtide.shared_dir")
@@ -77,6 +79,10 @@ def _start_of(pid: int) -> str:
     return text.rpartition(")")[2].split()[19]
 
 
+def _seen(file: FileSize) -> tuple[int, float]:
+    return file.inode, file.modified_s
+
+
 def _parsed(text: str) -> Process | None:
     words = text.split("\n")[0].split(" ")
     if len(words) != 5 or not words[3].isdecimal():
@@ -97,7 +103,7 @@ class Place:
         self.own = b""
         self._incarnation = secrets.token_hex(16)
         self._process = this_process()
-        self._inode = 0
+        self._seen = (0, 0.0)  # inode and time of the file that we wrote last
         self._beats = 0
 
     def at(self, member: bytes, name: str = "") -> str:
@@ -111,16 +117,19 @@ class Place:
 
     # ---- becoming one
 
-    def claim(self) -> None:
-        """Become the owner of a free part, the fullest first, or of one that is made.
+    def claim(self, but: Collection[bytes] = ()) -> None:
+        """Become the owner of a free part, the fullest first, or of one that is made; of none of
+        these.
 
         Raises:
             OSError: nothing can be written there.
+            ConfigError: others may write there.
         """
         self.files.make_directory(self.path)
+        self._require_own()
         now_s = self._server_time_s()
         sizes = {}
-        for member in self.members():
+        for member in set(self.members()).difference(but):
             with suppress(OSError):
                 sizes[member] = self.files.size_at(self.at(member, "journal")).length_bytes
         for member in sorted(sizes, key=lambda one: -sizes[one]):
@@ -133,6 +142,25 @@ class Place:
         if not self._make_owner(member):
             raise ConfigError(f"{self.at(member)} is somebody's already: that cannot be")
         self.own = member
+
+    def _require_own(self) -> None:
+        """Nobody else may write there: records are proven against damage, not against forgery.
+
+        Raises:
+            ConfigError: somebody may.
+        """
+        found = self.files.size_at(self.path)
+        wrong = ""
+        if found.owner != os.geteuid():
+            wrong = f"belongs to user {found.owner}, and the node runs as user {os.geteuid()}"
+        elif found.mode & (stat.S_IWGRP | stat.S_IWOTH):
+            wrong = f"may be written to by others (its mode is {stat.S_IMODE(found.mode):o})"
+        if wrong:
+            raise ConfigError(
+                f"{self.path} {wrong}; its records are trusted, so it has to be this user's alone"
+                " on all machines: name a directory below it, which the node makes, or chown it"
+                " and chmod it to 700"
+            )
 
     def _server_time_s(self) -> float:
         """What the clock says by which files get their times."""
@@ -181,12 +209,15 @@ class Place:
         except FileExistsError:
             return False
         try:
-            write_fully(self.files, descriptor, [self._text()], 0)
-            self.files.sync(descriptor)
-            self._inode = self.files.size(descriptor).inode
+            self._write(descriptor)
         finally:
             self.files.close(descriptor)
         return True
+
+    def _write(self, descriptor: int) -> None:
+        write_fully(self.files, descriptor, [self._text()], 0)
+        self.files.sync(descriptor)
+        self._seen = _seen(self.files.size(descriptor))
 
     def _text(self) -> bytes:
         self._beats += 1
@@ -213,19 +244,22 @@ class Place:
 
     def require(self) -> None:
         """Raises OSError where the own part is not there, or not ours any more."""
-        if self.files.link_at(self.at(self.own, OWNER)).inode != self._inode:
-            raise PermissionError(f"another node has taken {self.at(self.own)} over")
+        path = self.at(self.own, OWNER)
+        seen = _seen(self.files.link_at(path))
+        if seen != self._seen:
+            if not self._read(path).startswith(self._incarnation):
+                raise PermissionError(
+                    f"another node has taken {self.at(self.own)} over; this one has to be"
+                    " restarted to write again"
+                )
+            self._seen = seen  # some file systems tell a file's time late
 
     def alive(self) -> None:
         """Say that we are; raises OSError."""
         self.require()
-        path = self.at(self.own, OWNER)
-        if not self._read(path).startswith(self._incarnation):
-            raise PermissionError(f"another node has taken {self.at(self.own)} over")
-        descriptor = self.files.open(path, os.O_WRONLY)
+        descriptor = self.files.open(self.at(self.own, OWNER), os.O_WRONLY)
         try:
-            write_fully(self.files, descriptor, [self._text()], 0)
-            self.files.sync(descriptor)
+            self._write(descriptor)
         finally:
             self.files.close(descriptor)
 

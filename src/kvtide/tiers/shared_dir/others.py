@@ -69,8 +69,8 @@ class Others:
     def take(self, ended: Ended) -> list[Gone]:
         """What a look has brought; own records that nobody can reach any more by that."""
         gone: list[Gone] = []
-        for member in ended.missing:
-            self._members.pop(member, None)
+        for member in self._members.keys() & set(ended.missing):
+            del self._members[member]
             for key in self._view.keys_of(member):
                 gone += self._view.forget(member, key)
         for member, piece in ended.pieces.items():
@@ -82,8 +82,10 @@ class Others:
         return gone
 
     def _take_piece(self, member: bytes, piece: Piece) -> list[Gone]:
-        one = self._members.setdefault(member, _Member())
-        if piece.is_anew:
+        one = self._members.get(member)
+        if one is None:
+            one = self._members[member] = _Member()
+        elif piece.is_anew:
             one.stale = set(self._view.keys_of(member))
             one.kinds = {}
         one.position = piece.position

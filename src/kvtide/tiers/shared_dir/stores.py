@@ -11,7 +11,7 @@ Ownership: the node's owner thread.
 
 import errno
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -181,7 +181,8 @@ class Stores:
                 if not self._begin(turn):
                     break
             busy.add(record.key)
-        self._free_on()
+        for op in self._free_ops():
+            self._workers.write(op)
 
     def _refusal(self, record: Record) -> StoreOutcome | None:
         """Why it is not written."""
@@ -251,6 +252,11 @@ class Stores:
                 self.let_go(row)
         return False
 
+    def shrink(self) -> list[FreeOp]:
+        """Evict down to the cap; what is to be done for that."""
+        self._is_room_for(0)
+        return list(self._free_ops())
+
     def let_go(self, row: Row) -> None:
         """Our copy of a record goes, and own ones that nobody reaches without it."""
         length_bytes = row.length_bytes
@@ -263,10 +269,10 @@ class Stores:
             self._freeing[key] = length_bytes
             self._to_free.append(key)
 
-    def _free_on(self) -> None:
+    def _free_ops(self) -> Iterator[FreeOp]:
         while self._to_free:
             keys, self._to_free = self._to_free[:FREED_MAX], self._to_free[FREED_MAX:]
-            self._workers.write(FreeOp(keys))
+            yield FreeOp(keys)
 
     def take_free(self, op: FreeOp, ended: Ended) -> None:
         """They are gone; else it is tried again."""

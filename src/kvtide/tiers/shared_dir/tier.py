@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvtide.bounds import T_LOAD_MS
-from kvtide.errors import ConfigError, CorruptRecord, KVTideError
+from kvtide.errors import ConfigError, CorruptRecord, KVTideError, UnknownFormat
 from kvtide.tiers.base import (
     Done,
     Found,
@@ -114,9 +114,7 @@ class SharedDirTier:
         self._hung: set[Op] = set()
         self._clears: list[ClearOp] = []
         try:
-            self._place.claim()
-            own = self._place.own
-            self._journal = Journal(self._place.files, self._place.at(own), own)
+            self._journal = self._claimed()
         except (OSError, KVTideError) as error:
             self._place.free()
             raise ConfigError(f"shared_dir {path} cannot be used: {error}") from error
@@ -126,6 +124,19 @@ class SharedDirTier:
         self._workers = Workers(hands, wake)
         self._stores = Stores(self._view, self._workers, self._end, bytes_max, queue_bytes_max)
         self._begin(hands)
+
+    def _claimed(self) -> Journal:
+        """A part whose journal we understand. Raises OSError, KVTideError."""
+        others: list[bytes] = []
+        while True:
+            self._place.claim(others)
+            own = self._place.own
+            try:
+                return Journal(self._place.files, self._place.at(own), own)
+            except UnknownFormat as error:
+                logger.warning("shared_dir %s: %s; that part is left alone", self.path, error)
+                self._place.free()
+                others.append(own)
 
     def _begin(self, hands: Hands) -> None:
         """Take in what is there; then begin to work."""
@@ -138,6 +149,11 @@ class SharedDirTier:
             self._stores.free(self._others.take(ended))
             if not self._others.are_more or time.monotonic() > until_s:
                 break
+        for op in self._stores.shrink():  # the cap was lowered
+            if time.monotonic() < until_s:
+                self._stores.take_free(op, hands.run(op))
+            else:
+                self._workers.write(op)
         try:
             self._workers.start()
         except ConfigError:
