@@ -2,10 +2,10 @@
 
     python -m benchmarks.paths_redis [--quick] [--server valkey|redis]
 
-The plain loop speaks the protocol itself: values of 2 MiB gathered from memory by `sendmsg` and
+The plain loop speaks the protocol itself: values of 2 MiB gathered from memory by `sendmsg`,
 received into it by `recv_into`, four under way, on one connection; nothing is proven, indexed or
-counted. redis-py (where it is installed) is used as its manual shows, with a value for each record.
-The tier is given records one at a time, and all of a round at once. Arms take turns in every
+counted. redis-py (where it is installed) is used as its manual shows, a value for each record. The
+tier is given records one at a time, and all of a round at once. Arms take turns in every
 round; the plain loop also runs a second time, and how far those two lie apart is the noise floor.
 CPU seconds are the client's.
 

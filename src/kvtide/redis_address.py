@@ -1,9 +1,9 @@
 """Where a server is, as one URL says it.
 
-    redis://user:password@host:6379/0          rediss:// with TLS
-    redis://host,host,host                      any of a cluster's servers, or of one's Sentinels,
-    redis://host:26379,host:26379/name          the latter with the name of what they watch
-    unix:///run/redis.sock                      unix:///run/redis.sock?1 for another database
+redis://user:password@host:6379/0          rediss:// with TLS
+redis://host,host,host                      any of a cluster's servers, or of one's Sentinels,
+redis://host:26379,host:26379/name          the latter with the name of what they watch
+unix:///run/redis.sock                      unix:///run/redis.sock?1 for another database
 """
 
 import re
@@ -12,7 +12,9 @@ from pathlib import Path
 from urllib.parse import unquote
 
 PORT = 6379
-_HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]/@?#,\s]+))(?::(?P<port>\d+))?")
+_HOST = re.compile(
+    r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]/@?#,\s]+))(?::(?P<port>\d+))?"
+)
 _FORMS = "redis://host:port, rediss://host:port or unix:///path"
 
 
@@ -53,7 +55,7 @@ def shown_host(host: str, port: int) -> str:
 
 
 def parse_address(raw: object) -> Address:
-    """Raises ValueError, with words that repeat nothing of what was given: it may hold a secret."""
+    """Raises ValueError, whose words repeat nothing of what was given: it may hold a secret."""
     scheme, mark, rest = raw.partition("://") if isinstance(raw, str) else ("", "", "")
     if not mark or scheme not in ("redis", "rediss", "unix"):
         raise ValueError(f"not a URL such as {_FORMS}")
@@ -61,12 +63,13 @@ def parse_address(raw: object) -> Address:
     username, colon, password = userinfo.partition(":")
     if userinfo and not colon:
         raise ValueError("a user without a password; write user:password@ or :password@")
-    credentials = {"username": unquote(username), "password": unquote(password)}
+    username, password = unquote(username), unquote(password)
     if scheme == "unix":
         path, _, database = rest.partition("?")
         if not Path(path).is_absolute() or (database and not database.isdecimal()):
             raise ValueError("not unix:///path, with ?number for another database")
-        return Address((), path, database=int(database or 0), **credentials)
+        number = int(database or 0)
+        return Address((), path, username=username, password=password, database=number)
     hosts, _, end = rest.partition("/")
     is_number = end.isascii() and end.isdecimal()
     if "/" in end or "?" in end or "#" in end:
@@ -74,9 +77,10 @@ def parse_address(raw: object) -> Address:
     return Address(
         tuple(_parsed_host(host) for host in hosts.split(",")),
         is_tls=scheme == "rediss",
+        username=username,
+        password=password,
         database=int(end) if is_number else 0,
         watched="" if is_number else unquote(end),
-        **credentials,
     )
 
 

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvtide.core.records import Record
+from kvtide.redis_address import Address
+from kvtide.testing.redis_servers import Server
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.tiers.base import LoadOutcome
-from kvtide.redis_address import Address
 from kvtide.tiers.redis.index import VERSION, WriteIds
 from kvtide.tiers.redis.routes import Limits
 from kvtide.tiers.redis.session import RedisSession
 from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.tier import RemoteTier
 from kvtide.units import MiB
-from kvtide.testing.redis_servers import Server
 
 PREFIX = "kvtide"
 QUEUE_BYTES_MAX = 8 * MiB

@@ -1,22 +1,18 @@
 """The redis tier keeps every promise of a tier, on real servers."""
 
-import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvtide.core.records import Record
+from kvtide.testing import redis_servers
 from kvtide.testing.proxy import Proxy
 from kvtide.testing.tier_suite import TierTests
 from kvtide.tiers.base import Tier
-from kvtide.tiers.redis.index import Index
 from kvtide.tiers.remote.tier import RemoteTier
-from kvtide.testing import redis_servers
-from tests.tiers.redis_place import PREFIX, QUEUE_BYTES_MAX, open_redis, part_names
-from kvtide.testing.redis_servers import Server
+from tests.tiers.redis_place import QUEUE_BYTES_MAX, open_redis, part_names
 
 
 class RedisTests(TierTests):

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from kvtide.core.records import Record
+from kvtide.redis_address import Address, parse_address
+from kvtide.testing import redis_servers
+from kvtide.testing.redis_servers import Server
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.breaker import FAILURES_MAX
-from kvtide.redis_address import Address, parse_address
 from kvtide.tiers.redis.opening import tls_context
 from kvtide.tiers.redis.resp import ServerError
 from kvtide.tiers.redis.routes import SLOTS, slot_of
 from kvtide.units import KiB
-from kvtide.testing import redis_servers
 from tests.tiers.redis_place import WAIT_S, driven, heal, part_names
-from kvtide.testing.redis_servers import Server
 
 ROOT = root_of()
 LARGE = layout_of(256 * KiB)
@@ -56,7 +56,7 @@ def test_another_database(tmp_path: Path) -> None:
     with redis_servers.running("valkey", tmp_path / "server") as server:
         with driven(parse_address(f"redis://127.0.0.1:{server.port}/3")) as tier:
             tier.keep(CHAIN[:1])
-        assert server.keys() == [], "none in database 0"
+        assert server.names() == [], "none in database 0"
         with driven(parse_address(f"unix://{server.path}?3")) as tier:
             assert tier.load(CHAIN[0]) is LoadOutcome.LOADED
 
@@ -129,16 +129,16 @@ def test_after_a_failover_the_new_master_is_used(tmp_path: Path) -> None:
         address = Address((("127.0.0.1", 1), ("127.0.0.1", sentinel.port)), watched="kv")
         with driven(address) as tier:
             tier.keep(CHAIN[:2])
-            assert master.keys(), "it is the master that has them"
-            size = len(master.keys())
-            wait_until(lambda: len(replica.keys()) == size, "replicated")
+            assert master.names(), "it is the master that has them"
+            size = len(master.names())
+            wait_until(lambda: len(replica.names()) == size, "replicated")
             knows = lambda: sentinel.ask(b"SENTINEL", b"REPLICAS", b"kv")  # noqa: E731
             wait_until(lambda: bool(knows()), "the replica is known")
             master.kill()
             heal(tier, CHAIN[0])
             assert tier.find(CHAIN[:2]) == CHAIN[:2]
             assert tier.store(CHAIN[2:3]) == [StoreOutcome.STORED]
-            assert len(replica.keys()) > size
+            assert len(replica.names()) > size
 
 
 def sentinel_of(directory: Path, master: Server) -> Server:
@@ -218,10 +218,10 @@ def test_parts_are_spread_over_a_cluster(cluster: list[Server]) -> None:
     check_all(cluster[1].address)
     with driven(cluster[2].address, 64 << 20) as tier:
         tier.keep(CHAIN)
-        assert all(one.keys(b"kvtide:1:*") for one in cluster), "each has some"
-        assert sum(bool(one.keys(b"kvtide:{*")) for one in cluster) == 1
+        assert all(one.names(b"kvtide:1:*") for one in cluster), "each has some"
+        assert sum(bool(one.names(b"kvtide:{*")) for one in cluster) == 1
         assert tier.tier.clear(None) == len(CHAIN)
-        wait_until(lambda: not any(one.keys(b"kvtide:1:*") for one in cluster), "swept")
+        wait_until(lambda: not any(one.names(b"kvtide:1:*") for one in cluster), "swept")
 
 
 def test_the_cap_holds_on_a_cluster(cluster: list[Server]) -> None:

@@ -1,4 +1,4 @@
-"""The RESP client: what is sent and read, however the bytes come, and what no server should say."""
+"""The RESP client: what is sent and read however it comes, and what no server should say."""
 
 import socket
 import threading

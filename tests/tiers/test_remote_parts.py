@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtide.testing import redis_servers
 from kvtide.tiers.remote import parts
 from kvtide.units import KiB, MiB
-from kvtide.testing import redis_servers
 
 
 @given(st.integers(1, 64 * MiB))

@@ -15,11 +15,11 @@ from kvtide.bounds import T_PUT_MS
 from kvtide.tiers.base import Stored, StoreJob, StoreOutcome
 from kvtide.tiers.disk.catalog import Catalog, Place
 from kvtide.tiers.disk.ops import Ended, StoreOp
-from kvtide.tiers.pending import Pending, PendingStores
 from kvtide.tiers.disk.room import Room
 from kvtide.tiers.disk.rows import Kept, Kind
 from kvtide.tiers.disk.space import Space, store_reserve_bytes
 from kvtide.tiers.disk.workers import Workers
+from kvtide.tiers.pending import Pending, PendingStores
 
 PUT_MS_MAX = T_PUT_MS
 """A store that has waited for so long is dropped."""

@@ -61,7 +61,6 @@ class WriteIds:
 class Sent:
     """A call that was sent: its answer is the next on its connection."""
 
-    op: bytes
     command: list[bytes]
     removed_bytes: int
     connection: Connection
@@ -168,7 +167,8 @@ class Index:
             b"%d" % self._bytes_max,
         )
         match reply:
-            case [bytes() as why, bytes() as life, int()]:
+            case [bytes() as why, bytes() as life, int(evicted)]:
+                self._census.evicted_more(evicted)
                 return Begun(why.decode(), life)
         raise _nonsense(reply)
 
@@ -251,10 +251,9 @@ class Index:
         command = [b"%d" % len(self._keys), *self._keys, op, removed, *rest]
         connection = self._routes.of(self._keys[0])
         connection.send(b"EVALSHA", _SHA, *command)
-        return Sent(op, command, len(removed), connection)
+        return Sent(command, len(removed), connection)
 
     def _answered(self, sent: Sent) -> Reply:
-        op = sent.op
         reply = sent.connection.read()
         if isinstance(reply, ServerError) and reply.code == "NOSCRIPT":
             if sent.connection.unread:
@@ -269,8 +268,7 @@ class Index:
                 del self._removed[: sent.removed_bytes]
                 if not is_whole:
                     self._census.counted({})
-                evicted = result[2] if op == b"begin" and isinstance(result, list) else 0
-                self._census.said(taken, _cut(kinds, _KIND_BYTES), int(evicted))
+                self._census.said(taken, _cut(kinds, _KIND_BYTES))
                 for one in _cut(victims, _PARTS_BYTES):
                     self._removed += one
                     self.victims += self.names(one[:16], int(one[16:]))

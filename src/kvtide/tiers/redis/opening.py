@@ -8,7 +8,6 @@ from typing import Any
 
 from kvtide.errors import ConfigError
 from kvtide.tier_values import REDIS
-from kvtide.redis_address import Address
 from kvtide.tiers.redis.index import WriteIds
 from kvtide.tiers.redis.routes import Limits
 from kvtide.tiers.redis.session import RedisSession
@@ -26,7 +25,7 @@ def open_redis(
     Raises:
         ConfigError: a file that is named cannot be used.
     """
-    address: Address = options["url"]
+    address = options["url"]
     if options["password_file"] is not None:
         address = replace(address, password=read_password(options["password_file"]))
     tls = None

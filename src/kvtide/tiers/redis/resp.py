@@ -11,12 +11,13 @@ import socket
 import ssl
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 from kvtide.errors import CorruptRecord, KVTideError, PlaceFailed
 from kvtide.units import KiB, MiB
 
-Reply: TypeAlias = "bytes | int | None | list[Reply] | ServerError"
+Reply: TypeAlias = "bytes | int | list[Reply] | ServerError | None"
 
 BUFFER_BYTES = 16 * KiB
 """Of replies read ahead: what a value begins with is copied from here, and no more of it."""
@@ -75,10 +76,8 @@ class Connection:
 
     def interrupt(self) -> None:
         """From another thread: whoever waits for it is told that it has ended."""
-        try:
+        with suppress(OSError):  # it has ended by itself
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it has ended by itself
 
     def close(self) -> None:
         """For good."""

@@ -14,17 +14,18 @@ import ssl
 import threading
 import time
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvtide.errors import PlaceFailed
 from kvtide.redis_address import Address, shown_host
 from kvtide.tiers.redis.resp import Connection, Reply, ServerError
-from kvtide.tiers.remote.session import CALL_S_MAX, CONNECT_S_MAX
+from kvtide.tiers.remote.session import CALL_S_MAX, CONNECT_S_MAX, PUT_S_MAX
 
 SLOTS = 16384
 REDIRECTS_MAX = 4
-"""Of one call: a slot that moves is found with the first, and one server that lags with another."""
+"""Of one call: a slot that moves is found with the first, a server that lags with another."""
 
-Host = tuple[str, int]
+Host: TypeAlias = tuple[str, int]
 
 
 class Redirected(Exception):
@@ -45,7 +46,7 @@ class Limits:
     connect_s: float = CONNECT_S_MAX
     silent_s: float = CALL_S_MAX
     call_s: float = CALL_S_MAX
-    put_s: float = 10.0
+    put_s: float = PUT_S_MAX
 
 
 def slot_of(key: bytes) -> int:

@@ -16,8 +16,8 @@ from typing import TypeAlias, TypeVar
 
 from kvtide.core.records import Record
 from kvtide.errors import CorruptRecord, PlaceFailed
-from kvtide.tiers.base import LoadOutcome, LookupJob, StoreOutcome
 from kvtide.redis_address import Address
+from kvtide.tiers.base import LoadOutcome, LookupJob, StoreOutcome
 from kvtide.tiers.redis.index import Index, WriteIds
 from kvtide.tiers.redis.resp import Connection, ServerError
 from kvtide.tiers.redis.routes import REDIRECTS_MAX, Limits, Redirected, Routes

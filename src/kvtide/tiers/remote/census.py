@@ -30,18 +30,21 @@ class Census:
         self._bytes_used = 0
         self._evicted = 0
 
-    def said(self, bytes_used: int, removed: Iterable[bytes], evicted: int = 0) -> None:
-        """An answer: all bytes there are, the kind of each record that went with this call, and
-        how many of those were for room."""
+    def said(self, bytes_used: int, removed: Iterable[bytes]) -> None:
+        """An answer: all bytes there are, and the kind of each record that went with the call."""
         with self._lock:
             self._bytes_used = bytes_used
-            self._evicted += evicted
             for name in removed:
                 kind = self._kinds.get(name)
                 if kind is not None:
                     kind.records -= 1
                     if kind.records <= 0:
                         del self._kinds[name]
+
+    def evicted_more(self, count: int) -> None:
+        """So many records went for room."""
+        with self._lock:
+            self._evicted += count
 
     def stored(self, name: bytes, root: RootName) -> None:
         """One more record of this kind."""

@@ -6,8 +6,8 @@
 Both who writes and who reads know the lengths from the record's layout, so nothing says them. A
 part is as long as fits a size that allocators give out whole: a power of two, or 1.25, 1.5 or 1.75
 times one, less what the server keeps beside a value. So a cap in bytes is nearly what is taken,
-where a value of exactly 4 MiB takes 5. Longer than `PART_BYTES_MAX` none is: from 8 MiB on jemalloc
-maps and gives back each value by itself, at a third of the speed.
+where a value of exactly 4 MiB takes 5. None is longer than `PART_BYTES_MAX`: from 8 MiB on
+jemalloc maps and gives back each value by itself, at a third of the speed.
 """
 
 import os
