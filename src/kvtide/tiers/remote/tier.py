@@ -388,7 +388,9 @@ class _Health:
         """ "on", or what is wrong."""
         if self._failing_since_ms is None:
             return "on" if self._has_worked else "connecting"
+        if not self._has_worked:
+            return f"it has not worked yet: {self._error}"
         for_ms = self.now_ms - self._failing_since_ms
-        if self._has_worked and for_ms < SILENT_MS:
+        if for_ms < SILENT_MS:
             return "on"
         return f"nothing has worked for {for_ms // 1000} s: {self._error}"
