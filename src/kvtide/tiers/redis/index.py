@@ -149,8 +149,11 @@ class Index:
             raise _nonsense(reply)
         return reply or None
 
-    def begin(self, record: Record, write_id: bytes) -> Begun:
-        """Set room aside for a record."""
+    def begin(self, record: Record, write_id: bytes, *, is_full: bool) -> Begun:
+        """Set room aside for a record; where the server itself is full, as much as is taken."""
+        bytes_max = self._bytes_max
+        if is_full:
+            bytes_max = min(bytes_max, max(self._census.bytes_used, taken_bytes(record)))
         kind, root = kind_of(record.root, record.layout), record.root
         ids, taken = _parts_of(record, write_id)
         reply = self._call(
@@ -164,7 +167,7 @@ class Index:
             b"%d" % (record.layout.blocks_per_chunk * INNER_DIGEST_BYTES),
             ids,
             taken,
-            b"%d" % self._bytes_max,
+            b"%d" % bytes_max,
         )
         match reply:
             case [bytes() as why, bytes() as life, int(evicted)]:
@@ -283,13 +286,13 @@ def _cut(joined: bytes, size: int) -> list[bytes]:
 def _parts_of(record: Record, write_id: bytes) -> tuple[bytes, bytes]:
     """Write id and number of parts, and the bytes that they take, as index.lua has them."""
     lengths = parts.lengths_of(record)
-    taken = parts.taken_bytes(lengths) + index_bytes(record.blocks)
-    return write_id + b"%04d" % len(lengths), b"%016d" % taken
+    return write_id + b"%04d" % len(lengths), b"%016d" % taken_bytes(record)
 
 
-def index_bytes(blocks: int) -> int:
-    """What a record takes in the index itself, about."""
-    return 1024 + 3 * INNER_DIGEST_BYTES * blocks
+def taken_bytes(record: Record) -> int:
+    """What a record takes, with its row of the index, about."""
+    row_bytes = 1024 + 3 * INNER_DIGEST_BYTES * record.blocks
+    return parts.taken_bytes(parts.lengths_of(record)) + row_bytes
 
 
 def _record(job: LookupJob, parent: bytes, key: bytes, row: Reply) -> Record:

@@ -39,7 +39,7 @@ _WHY = {
     "held": StoreOutcome.HELD,
     "not_anchored": StoreOutcome.NOT_ANCHORED,
     "no_room": StoreOutcome.NO_ROOM,
-    "no_parts": StoreOutcome.NO_ROOM,  # the server was full
+    "no_parts": StoreOutcome.NO_ROOM,
     "other": StoreOutcome.FAILED,
     "expired": StoreOutcome.FAILED,  # what was set aside is not known any more
     "stored": StoreOutcome.STORED,
@@ -176,32 +176,46 @@ class RedisSession:
         cells: Sequence[memoryview],
         headers: Callable[[], Sequence[memoryview]],
     ) -> StoreOutcome:
-        begun = self._index.begin(record, write_id)
+        why = self._tried(record, write_id, cells, headers, is_full=False)
+        if why == "no_parts":  # what the server has room for is less than the cap
+            why = self._tried(record, write_id, cells, headers, is_full=True)
+        return _WHY[why]
+
+    def _tried(
+        self,
+        record: Record,
+        write_id: bytes,
+        cells: Sequence[memoryview],
+        headers: Callable[[], Sequence[memoryview]],
+        *,
+        is_full: bool,
+    ) -> str:
+        """What the index says to it in the end; "no_parts": the server had no memory for them."""
+        begun = self._index.begin(record, write_id, is_full=is_full)
         while begun.why == "more":
             self._remove_victims()
-            begun = self._index.begin(record, write_id)
+            begun = self._index.begin(record, write_id, is_full=is_full)
         self._remove_victims()
         if begun.why != "go":
-            return _WHY[begun.why]
+            return begun.why
         lengths = parts.lengths_of(record)
         names = self._index.names(write_id, len(lengths))
         sent = self._put(names, parts.cut(headers(), cells, lengths))
+        completing = None
         if self._routes.are_one:  # in order on one server, which looks for them
             completing = self._index.complete(record, write_id, begun.life, names)
-            refused = self._refusal(sent)
-        else:
-            refused = self._refusal(sent)
-            if refused is None:
-                completing = self._index.complete(record, write_id, begun.life, ())
-            else:
-                self._index.abandon(record, write_id)
+        refused = self._refusal(sent)
+        if completing is None and refused is None:
+            completing = self._index.complete(record, write_id, begun.life, ())
         why = "no_parts"
-        if refused is None or self._routes.are_one:
+        if completing is not None:
             why = self._index.completed(completing, record, write_id)
+        else:
+            self._index.abandon(record, write_id)
         self._remove_victims()
         if refused is not None and refused.code != "OOM":
             raise PlaceFailed(str(refused))
-        return _WHY[why]
+        return why
 
     def _put(
         self, names: Sequence[bytes], values: Iterable[list[memoryview]]
