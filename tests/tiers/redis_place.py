@@ -11,7 +11,7 @@ from kvtide.core.records import Record
 from kvtide.redis_address import Address
 from kvtide.testing.redis_servers import Server
 from kvtide.testing.tier_drive import DrivenTier
-from kvtide.tiers.base import LoadOutcome
+from kvtide.tiers.base import LoadOutcome, Tier
 from kvtide.tiers.redis.index import VERSION, WriteIds
 from kvtide.tiers.redis.routes import Limits
 from kvtide.tiers.redis.session import RedisSession
@@ -82,6 +82,26 @@ def driven(place: int | Address, bytes_max: int = 8 * MiB, **more: Any) -> Itera
     finally:
         tier.close(WAIT_S)
     tier.check_quiet()
+
+
+@contextmanager
+def driving(tier: Tier) -> Iterator[DrivenTier]:
+    """A tier that is there already, whose `wake` nobody hears: it is polled all the time."""
+    woken = _Always()
+    driven = DrivenTier(tier, woken, WAIT_S)
+    try:
+        yield driven
+    finally:
+        driven.close(WAIT_S)
+    driven.check_quiet()
+
+
+class _Always(threading.Event):
+    """Set again and again."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        time.sleep(0.001)
+        return True
 
 
 def heal(tier: DrivenTier, record: Record) -> None:

@@ -1,7 +1,7 @@
 """The redis tier keeps every promise of a tier, on real servers."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from kvtide.testing.proxy import Proxy
 from kvtide.testing.tier_suite import TierTests
 from kvtide.tiers.base import Tier
 from kvtide.tiers.remote.tier import RemoteTier
+from tests.tiers import redis_cluster
 from tests.tiers.redis_place import QUEUE_BYTES_MAX, open_redis, part_names
 
 
@@ -46,12 +47,16 @@ class RedisTests(TierTests):
         return self.proxy.refusing()
 
     def damage(self, tier: Tier, record: Record) -> None:
-        name = part_names(self.server, record)[-1]
+        self.flip(part_names(self.server, record)[-1])
+
+    def flip(self, name: bytes) -> None:
+        """Change one byte of a part."""
         length = self.server.ask(b"STRLEN", name)
         assert isinstance(length, int)
-        old = self.server.ask(b"GETRANGE", name, b"%d" % (length - 5), b"%d" % (length - 5))
+        at = b"%d" % (length - 5)
+        old = self.server.ask(b"GETRANGE", name, at, at)
         assert isinstance(old, bytes)
-        self.server.ask(b"SETRANGE", name, b"%d" % (length - 5), bytes([old[0] ^ 1]))
+        self.server.ask(b"SETRANGE", name, at, bytes([old[0] ^ 1]))
 
 
 class TestValkey(RedisTests):
@@ -60,3 +65,42 @@ class TestValkey(RedisTests):
 
 class TestRedis(RedisTests):
     program = "redis"
+
+
+@pytest.mark.slow
+class TestCluster(RedisTests):
+    """The suite on three servers, which name a proxy each."""
+
+    program = "valkey"
+
+    @pytest.fixture(autouse=True)
+    def _server(self, tmp_path: Path) -> Iterator[None]:
+        self.proxies: list[Proxy] = []
+        with redis_cluster.running(self.program, tmp_path, self.proxies) as servers:
+            self.servers = servers
+            self.proxy = self.proxies[0]
+            yield
+
+    def bytes_taken(self, tier: Tier) -> int:
+        return sum(server.bytes_taken() for server in self.servers)
+
+    @contextmanager
+    def _all(self, name: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for proxy in self.proxies:
+                stack.enter_context(getattr(proxy, name)())
+            yield
+
+    def stalled(self, tier: Tier) -> AbstractContextManager[None]:
+        return self._all("stalled")
+
+    def failing(self, tier: Tier) -> AbstractContextManager[None]:
+        return self._all("refusing")
+
+    def damage(self, tier: Tier, record: Record) -> None:
+        for server in self.servers:
+            if server.names(b"kvtide:{*"):
+                self.server = server
+        name = part_names(self.server, record)[-1]
+        self.server = next(server for server in self.servers if name in server.names())
+        self.flip(name)

@@ -3,8 +3,7 @@
 import functools
 import ssl
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,21 +19,15 @@ from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.breaker import FAILURES_MAX
 from kvtide.tiers.redis.opening import tls_context
 from kvtide.tiers.redis.resp import ServerError
-from kvtide.tiers.redis.routes import SLOTS, slot_of
+from kvtide.tiers.redis.routes import slot_of
 from kvtide.units import KiB
-from tests.tiers.redis_place import WAIT_S, driven, heal, part_names
+from tests.tiers import redis_cluster
+from tests.tiers.redis_place import driven, heal, part_names
 
 ROOT = root_of()
 LARGE = layout_of(256 * KiB)
 """Chunks of a megabyte: parts that lie in several slots."""
 CHAIN = chain_of(ROOT, LARGE, text(1, 18))
-
-
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.02)
 
 
 def check_all(address: Address, **more: ssl.SSLContext) -> None:
@@ -131,9 +124,9 @@ def test_after_a_failover_the_new_master_is_used(tmp_path: Path) -> None:
             tier.keep(CHAIN[:2])
             assert master.names(), "it is the master that has them"
             size = len(master.names())
-            wait_until(lambda: len(replica.names()) == size, "replicated")
+            redis_cluster.wait_until(lambda: len(replica.names()) == size, "replicated")
             knows = lambda: sentinel.ask(b"SENTINEL", b"REPLICAS", b"kv")  # noqa: E731
-            wait_until(lambda: bool(knows()), "the replica is known")
+            redis_cluster.wait_until(lambda: bool(knows()), "the replica is known")
             master.kill()
             heal(tier, CHAIN[0])
             assert tier.find(CHAIN[:2]) == CHAIN[:2]
@@ -175,38 +168,10 @@ def test_what_the_url_says_of_sentinels_must_be_so(tmp_path: Path) -> None:
 # ---- a cluster
 
 
-@pytest.fixture(params=["valkey", "redis"])
+@pytest.fixture(params=["valkey", pytest.param("redis", marks=pytest.mark.slow)])
 def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Server]]:
-    """Three masters, each with a third of the slots."""
-    options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(
-                redis_servers.running(request.param, tmp_path / f"node{n}", *options, *bus())
-            )
-            for n in range(3)
-        ]
-        shares = [SLOTS * n // 3 for n in range(4)]
-        for one, first, end in zip(servers, shares, shares[1:], strict=False):
-            one.ask(b"CLUSTER", b"ADDSLOTSRANGE", b"%d" % first, b"%d" % (end - 1))
-            one.ask(b"CLUSTER", b"MEET", b"127.0.0.1", b"%d" % servers[0].port, bus_of(servers[0]))
-        wait_until(lambda: all(is_joined(one) for one in servers), "the cluster is up")
+    with redis_cluster.running(request.param, tmp_path) as servers:
         yield servers
-
-
-def bus() -> tuple[str, str]:
-    """Its other port; by default 10000 above the first, which may be none."""
-    return "--cluster-port", str(redis_servers.free_port())
-
-
-def bus_of(server: Server) -> bytes:
-    return server.command[server.command.index("--cluster-port") + 1].encode()
-
-
-def is_joined(server: Server) -> bool:
-    said = server.ask(b"CLUSTER", b"INFO")
-    assert isinstance(said, bytes)
-    return b"cluster_state:ok" in said and b"cluster_known_nodes:3" in said
 
 
 def owner_of(servers: list[Server], key: bytes) -> Server:
@@ -217,11 +182,13 @@ def test_parts_are_spread_over_a_cluster(cluster: list[Server]) -> None:
     """Any of its servers leads to all; the index is on one, parts are everywhere."""
     check_all(cluster[1].address)
     with driven(cluster[2].address, 64 << 20) as tier:
-        tier.keep(CHAIN)
+        tier.keep(chain_of(ROOT, LARGE, text(number, 4))[0] for number in range(24))
         assert all(one.names(b"kvtide:1:*") for one in cluster), "each has some"
         assert sum(bool(one.names(b"kvtide:{*")) for one in cluster) == 1
-        assert tier.tier.clear(None) == len(CHAIN)
-        wait_until(lambda: not any(one.names(b"kvtide:1:*") for one in cluster), "swept")
+        assert tier.tier.clear(None) == 24
+        redis_cluster.wait_until(
+            lambda: not any(one.names(b"kvtide:1:*") for one in cluster), "swept"
+        )
 
 
 def test_the_cap_holds_on_a_cluster(cluster: list[Server]) -> None:
@@ -276,7 +243,9 @@ def test_a_cluster_that_lost_a_server_costs_misses(cluster: list[Server]) -> Non
         assert LoadOutcome.FAILED in outcomes
         lost.start()
         heal(tier, whole[0])
-        wait_until(lambda: all(map(is_joined, cluster)), "the cluster is whole")
+        redis_cluster.wait_until(
+            lambda: all(map(redis_cluster.is_joined, cluster)), "the cluster is whole"
+        )
         for record in records:
             wanted = LoadOutcome.LOADED if record in whole else LoadOutcome.ABSENT
             assert tier.load(record) is wanted
