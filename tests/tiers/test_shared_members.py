@@ -183,6 +183,24 @@ def test_a_record_that_is_damaged_in_anothers_part_is_nobodys(kv: Path) -> None:
         assert there.load(records[1]) is LoadOutcome.LOADED
 
 
+def test_what_hung_on_a_record_that_is_gone_is_back_with_it(kv: Path) -> None:
+    """Damaged here, and stored again, before the other has seen that its own hangs on nothing."""
+    first, second, tail = chain_of(ROOT, SMALL, text(1, 10))
+    with driven(kv) as here, driven(kv) as there:
+        here.keep([first])
+        look(there)
+        there.keep([second, tail])
+        look(here)
+        assert here.find([first, second], tail.digests) == [first, second, tail]
+        flip(file_of(shared_of(here), first), payload_offset(first) + 5)
+        assert here.load(first) is LoadOutcome.CORRUPT
+        assert here.find([first, second]) == []
+        assert here.load(second) is LoadOutcome.ABSENT
+        here.keep([first])
+        assert here.find([first, second], tail.digests) == [first, second, tail]
+        shared_of(here).check_integrity()
+
+
 # ---- clear
 
 
@@ -262,6 +280,26 @@ def test_death_is_told_only_where_it_can_be_seen(
     me = this_process()
     words = {"boot": me.boot, "namespace": me.namespace, "pid": me.pid, "start": me.start}
     assert Process(**(words | change)).is_seen_dead(me) is is_dead  # type: ignore[arg-type]
+
+
+def test_what_a_kill_left_that_no_row_tells_of_is_removed_before_anything_is_written(
+    kv: Path,
+) -> None:
+    """A record that was renamed and not told of, and files that were being written."""
+    with driven(kv) as tier:
+        tier.keep(tails(2))
+        part = part_of(shared_of(tier))
+        told = file_of(shared_of(tier), tails(1)[0])
+    left = [part / "00" / ("00" * 32), part / "ff" / f"{'ff' * 32}.0123.tmp", part / "owner.1.tmp"]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(told.read_bytes())
+    with driven(kv) as tier:
+        assert part_of(shared_of(tier)) == part
+        tier.keep(tails(1, first=9))
+        assert not any(path.exists() for path in left)
+        assert all(map(tier.is_there, tails(2)))
+        shared_of(tier).check_integrity()
 
 
 def test_a_silent_owner_is_followed_by_another_and_writes_no_more(kv: Path) -> None:
