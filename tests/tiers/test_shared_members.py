@@ -231,6 +231,25 @@ def test_a_clear_takes_away_what_others_have_too_and_for_this_node_alone(kv: Pat
         assert there.load(before[0]) is LoadOutcome.LOADED
 
 
+def test_a_clear_that_fails_at_first_is_noted_all_the_same(kv: Path) -> None:
+    """Nothing of it is found meanwhile; what comes later is."""
+    records, later = tails(3), tails(2, first=50)
+    with driven(kv) as there:
+        there.keep(records)
+        with driven(kv) as here:
+            files_of(shared_of(here)).fail(Call.SYNC, errno.EIO, count=2)
+            here.tier.clear(None)
+            look(here)
+            assert not any(map(here.is_there, records))
+            here.keep(tails(1, first=70))
+            there.keep(later)
+            look(here)
+            assert all(map(here.is_there, later))
+        with driven(kv) as here:
+            assert not any(map(here.is_there, records))
+            assert all(map(here.is_there, later))
+
+
 def test_a_clear_means_what_was_not_read_yet_as_well(kv: Path) -> None:
     """The other has stored it; this one has not looked since."""
     records = tails(3)
@@ -363,6 +382,24 @@ def test_a_member_that_is_removed_is_forgotten(kv: Path) -> None:
         assert here.find([first, second]) == []
         assert here.tier.statistics().records == 0
         shared_of(here).check_integrity()
+
+
+def test_what_hangs_on_nothing_at_a_start_gives_its_room_back(kv: Path) -> None:
+    """The part that had its beginning was removed while nobody was there."""
+    first, second, tail = chain_of(ROOT, SMALL, text(1, 10))
+    with driven(kv) as here, driven(kv) as there:
+        here.keep([first])
+        look(there)
+        there.keep([second, tail, *tails(1)])
+        gone, left = part_of(shared_of(here)), part_of(shared_of(there))
+    shutil.rmtree(gone)
+    with driven(kv) as tier:
+        assert part_of(shared_of(tier)) == left
+        while len(list(left.glob("??/*"))) > 1:
+            tier.poll_for(0.05)
+        assert tier.load(tails(1)[0]) is LoadOutcome.LOADED
+        assert tier.tier.statistics().records == 1
+        shared_of(tier).check_integrity()
 
 
 # ---- faults

@@ -283,11 +283,15 @@ class SharedDirTier:
         return count
 
     def _take_clear(self, op: ClearOp, ended: Ended) -> None:
+        self._judge_write(ended.error)
+        if op not in self._clears:  # it was tried twice
+            return
         if ended.error is None:
             self._clears.remove(op)
             self._others.clearing.remove(op.scope)
             self._others.note_cleared(op.scope, op.up_to)
-        self._judge_write(ended.error)
+        elif not self._writes.is_open:
+            self._workers.write(op)
 
     # ---- the owner's loop
 
