@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.errors import ConfigError
-from kvtide.testing.faulty_files import Call
+from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.tier_records import BLOCKS_PER_CHUNK, chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.disk.files import SystemFiles
@@ -415,6 +415,27 @@ def test_a_stale_handle_is_a_miss(kv: Path) -> None:
         files_of(shared_of(there)).fail(Call.READ, errno.ESTALE, count=1, path_part="/")
         assert there.load(records[0]) is LoadOutcome.ABSENT
         assert there.load(records[1]) is LoadOutcome.LOADED
+
+
+class PlainFiles(FaultyFiles):
+    """A file system without direct I/O, as some are."""
+
+    def open(self, path: str, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+        return super().open(path, flags)
+
+
+def test_a_file_system_without_direct_io_will_do(kv: Path) -> None:
+    """Then the page cache is told that it need not keep what host memory does."""
+    records = chain_of(ROOT, SMALL, text(1, 10))
+    with driven(kv, files=PlainFiles()) as here, driven(kv) as there:
+        here.keep(records)
+        look(there)
+        for tier in (here, there):
+            assert {tier.load(record) for record in records} == {LoadOutcome.LOADED}
+        assert files_of(shared_of(here)).calls[Call.DROP_CACHED] == 6
+        assert files_of(shared_of(there)).calls[Call.DROP_CACHED] == 0
 
 
 def test_an_error_is_no_miss(kv: Path) -> None:

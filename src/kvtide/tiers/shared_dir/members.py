@@ -27,8 +27,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.errors import ConfigError
-from kvtide.tiers.disk.files import Files, FileSize, read_fully, write_fully
+from kvtide.tiers.disk.directory import REFUSED
+from kvtide.tiers.disk.files import Files, FileSize, page_memory, read_fully, write_fully
 from kvtide.tiers.shared_dir.journal import MEMBER_BYTES
 
 logger = logging.getLogger("kvtide.shared_dir")
@@ -101,6 +103,8 @@ class Place:
         self.path = path
         self.files = files
         self.own = b""
+        self.direct = os.O_DIRECT
+        """Flag for records: past the page cache, where the file system takes that, else 0."""
         self._incarnation = secrets.token_hex(16)
         self._process = this_process()
         self._seen = (0, 0.0)  # inode and time of the file that we wrote last
@@ -163,16 +167,30 @@ class Place:
             )
 
     def _server_time_s(self) -> float:
-        """What the clock says by which files get their times."""
+        """What the clock says by which files get their times; learns what `direct` has to be."""
+        for self.direct in (os.O_DIRECT, 0):
+            try:
+                return self._probe()
+            except OSError as error:
+                if not self.direct or error.errno not in REFUSED:
+                    raise
+        raise AssertionError("one of them has returned or raised")
+
+    def _probe(self) -> float:
         path = f"{self.path}/{self._incarnation}.tmp"
-        descriptor = self.files.open(path, os.O_WRONLY | os.O_CREAT)
+        page = page_memory(CELL_ALIGN_BYTES)
         try:
-            write_fully(self.files, descriptor, [b"now"], 0)
-            self.files.sync(descriptor)
-            return self.files.size(descriptor).modified_s
+            descriptor = self.files.open(path, os.O_RDWR | os.O_CREAT | self.direct)
+            try:
+                write_fully(self.files, descriptor, [page], 0)
+                self.files.sync(descriptor)
+                read_fully(self.files, descriptor, [page], 0)
+                return self.files.size(descriptor).modified_s
+            finally:
+                self.files.close(descriptor)
         finally:
-            self.files.close(descriptor)
-            self.files.unlink(path)
+            with suppress(FileNotFoundError):
+                self.files.unlink(path)
 
     def _has_freed(self, member: bytes, now_s: float) -> bool:
         """Whether nobody owns it; who is dead does not from now on."""

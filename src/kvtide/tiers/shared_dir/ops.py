@@ -207,11 +207,10 @@ class Hands:
         headers = [memory[shard * length :][:length] for shard in range(shards)]
         cells = [memoryview(part).cast("B") for part in job.cells]
         parts = [part for pair in zip(headers, cells, strict=True) for part in pair]
-        descriptor = self._files.open(path, os.O_RDONLY)
+        descriptor = self._files.open(path, os.O_RDONLY | self._place.direct)
         try:
             count = read_fully(self._files, descriptor, parts, 0)
-            with suppress(OSError):  # advice
-                self._files.drop_cached(descriptor, 0, 0)
+            self._drop_cached(descriptor)
         finally:
             self._files.close(descriptor)
         if count != sum(map(len, parts)):
@@ -220,6 +219,12 @@ class Hands:
             codec.verify(headers, cells, record)
         except CorruptRecord as error:
             raise CorruptRecord(f"{path}: {error}") from error
+
+    def _drop_cached(self, descriptor: int) -> None:
+        """The host tier is what caches."""
+        if not self._place.direct:
+            with suppress(OSError):  # advice
+                self._files.drop_cached(descriptor, 0, 0)
 
     # ---- writing
 
@@ -230,12 +235,12 @@ class Hands:
         files.make_directory(os.path.dirname(path))
         temporary = f"{path}.{secrets.token_hex(8)}.tmp"
         try:
-            descriptor = files.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._place.direct
+            descriptor = files.open(temporary, flags)
             try:
                 write_fully(files, descriptor, _parts(op.job), 0)
                 files.sync(descriptor)  # what a server refuses shows here, and not at a close
-                with suppress(OSError):  # advice
-                    files.drop_cached(descriptor, 0, 0)
+                self._drop_cached(descriptor)
             finally:
                 files.close(descriptor)
             files.rename(temporary, path)
