@@ -417,6 +417,31 @@ def test_a_stale_handle_is_a_miss(kv: Path) -> None:
         assert there.load(records[1]) is LoadOutcome.LOADED
 
 
+@pytest.mark.parametrize(
+    ("code", "is_there"), [(errno.ESTALE, True), (errno.EACCES, False), (errno.EIO, True)]
+)
+def test_one_journal_that_cannot_be_read_costs_no_more_than_its_member(
+    kv: Path, code: int, *, is_there: bool
+) -> None:
+    """One that is being replaced is read the next time; what is not for us to see is not there.
+    An error of the place is neither: nothing is forgotten by it."""
+    with driven(kv) as here, driven(kv) as there, driven(kv) as other:
+        there.keep(tails(1))
+        other.keep(tails(1, first=9))
+        look(here)
+        part = part_of(shared_of(there)).name
+        files_of(shared_of(here)).fail(Call.OPEN, code, path_part=f"{part}/journal")
+        for _ in range(2):
+            look(here)
+        assert here.is_there(tails(1)[0]) is is_there
+        assert here.is_there(tails(1, first=9)[0])
+        assert here.tier.statistics().state == "on"
+        files_of(shared_of(here)).heal()
+        there.keep(tails(1, first=20))
+        look(here)
+        assert all(map(here.is_there, [*tails(1), *tails(1, first=20)]))
+
+
 class PlainFiles(FaultyFiles):
     """A file system without direct I/O, as some are."""
 

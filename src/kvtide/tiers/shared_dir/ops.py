@@ -35,6 +35,8 @@ from kvtide.tiers.shared_dir.view import Row
 
 _GONE = (errno.ENOENT, errno.ESTALE)
 """How a file system says that somebody else has removed a file."""
+_NOT_OURS = (errno.ENOENT, errno.EACCES, errno.EPERM)
+"""Why one member's journal cannot be read though the place is well."""
 _PART = re.compile(r"[0-9a-f]{2}")
 
 
@@ -178,9 +180,10 @@ class Hands:
                     self._files, path, op.positions.get(member, Position())
                 )
             except OSError as error:
-                if error.errno not in _GONE:
+                if error.errno in _NOT_OURS:
+                    ended.missing.append(member)
+                elif error.errno != errno.ESTALE:  # replaced while it was read: the next look
                     raise
-                ended.missing.append(member)
             except KVTideError:
                 ended.missing.append(member)  # of another version, or damaged: nothing is known
         ended.missing += op.positions.keys() - set(members)
