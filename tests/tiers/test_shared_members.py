@@ -402,6 +402,24 @@ def test_what_hangs_on_nothing_at_a_start_gives_its_room_back(kv: Path) -> None:
         shared_of(tier).check_integrity()
 
 
+def test_a_start_that_cannot_look_around_forgets_nothing(kv: Path) -> None:
+    """What its own records hang on is in another's part, which it cannot read at first."""
+    first, second = chain_of(ROOT, SMALL, text(1, 8))
+    with driven(kv) as here:
+        here.keep([first])
+        with driven(kv) as there:
+            look(there)
+            there.keep([second])
+        files = FaultyFiles()
+        part = part_of(shared_of(here)).name
+        files.fail(Call.OPEN, errno.EIO, count=1, path_part=f"{part}/journal")
+        with driven(kv, files=files) as there:
+            assert files.injected
+            look(there)
+            assert there.find([first, second]) == [first, second]
+            assert there.load(second) is LoadOutcome.LOADED
+
+
 # ---- faults
 
 

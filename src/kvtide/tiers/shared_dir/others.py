@@ -8,10 +8,11 @@ Ownership: the node's owner thread.
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvtide.tiers.disk.rows import Kind
-from kvtide.tiers.scope import Scope
 from kvtide.tiers.shared_dir.journal import (
+    Cleared,
     ClearedRow,
     GoneRow,
     KeptRow,
@@ -23,6 +24,9 @@ from kvtide.tiers.shared_dir.journal import (
 )
 from kvtide.tiers.shared_dir.ops import Ended
 from kvtide.tiers.shared_dir.view import Gone, View
+
+if TYPE_CHECKING:
+    from kvtide.tiers.scope import Scope
 
 
 @dataclass(slots=True)
@@ -39,9 +43,9 @@ class Others:
     """All that is known of the members."""
 
     def __init__(self, view: View, own: bytes) -> None:
-        self.cleared: dict[Scope, dict[bytes, int]] = {}
+        self.cleared = Cleared()
         self.clearing: list[Scope] = []
-        self.are_more = True
+        self.are_more = False
         """Whether journals have rows that were not read yet."""
         self._is_settled = False
         self._view = view
@@ -61,10 +65,6 @@ class Others:
         self.cleared = live.cleared
         for row in live.kept.values():
             self._view.add(self._own, live.kinds[row.kind], row)
-
-    def note_cleared(self, scope: Scope, up_to: dict[bytes, int]) -> None:
-        """Nothing of this scope is found, up to these numbers."""
-        self.cleared[scope] = self.cleared.get(scope, {}) | up_to
 
     def take(self, ended: Ended) -> list[Gone]:
         """What a look has brought; own records that nobody can reach any more by that."""
@@ -114,13 +114,11 @@ class Others:
                 return [gone for key in keys for gone in self._view.forget(member, key)]
             case ClearedRow(scope, up_to):
                 if member in up_to:  # what it cleared elsewhere is its own affair
-                    self.note_cleared(scope, {member: up_to[member]})
+                    self.cleared.note(scope, {member: up_to[member]})
                     keys = self._view.keys_of(member, scope)
                     return [gone for key in keys for gone in self._view.forget(member, key)]
         return []
 
     def _is_cleared(self, member: bytes, kind: Kind, sequence: int) -> bool:
-        return any(scope.has(kind.root) for scope in self.clearing) or any(
-            sequence <= up_to.get(member, -1) and scope.has(kind.root)
-            for scope, up_to in self.cleared.items()
-        )
+        is_clearing = any(scope.has(kind.root) for scope in self.clearing)
+        return is_clearing or self.cleared.means(member, kind.root, sequence)

@@ -146,6 +146,8 @@ class SharedDirTier:
         self._journal.live = Live()
         while True:
             ended = hands.run(LookOp(self._others.positions()))
+            if ended.error is not None:
+                break
             self._stores.free(self._others.take(ended))
             if not self._others.are_more or time.monotonic() > until_s:
                 break
@@ -289,7 +291,7 @@ class SharedDirTier:
         if ended.error is None:
             self._clears.remove(op)
             self._others.clearing.remove(op.scope)
-            self._others.note_cleared(op.scope, op.up_to)
+            self._others.cleared.note(op.scope, op.up_to)
         elif not self._writes.is_open:
             self._workers.write(op)
 
