@@ -48,6 +48,7 @@ def test_what_one_node_stored_is_a_hit_on_another(
         with FakeEngine(here.places, "one", shape) as engine:
             assert engine.store(TOKENS).written == 3
             wait_written(here, "shared_dir", 3)
+            wait_written(there, "shared_dir", 3)
         with FakeEngine(there.places, "two", shape) as engine:
             assert engine.load(TOKENS) == Loaded(10, 10)
             status = wait_status(there, idle)
@@ -67,6 +68,7 @@ def test_a_node_that_was_killed_has_its_part_again(
             engine.store(TOKENS)
             wait_written(here, "shared_dir", 3)
             here.kill()
+        wait_written(there, "shared_dir", 3)
         before = parts(shared)
         with FakeEngine(there.places, "two") as engine:
             assert engine.load(TOKENS) == Loaded(10, 10)

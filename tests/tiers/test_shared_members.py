@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -299,6 +301,23 @@ def test_death_is_told_only_where_it_can_be_seen(
     me = this_process()
     words = {"boot": me.boot, "namespace": me.namespace, "pid": me.pid, "start": me.start}
     assert Process(**(words | change)).is_seen_dead(me) is is_dead  # type: ignore[arg-type]
+
+
+def test_a_process_that_nobody_has_buried_is_dead() -> None:
+    """As all are below a first process that does not care for them."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    me = this_process()
+    try:
+        start = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        process = Process(me.boot, me.namespace, child.pid, start)
+        assert not process.is_seen_dead(me)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert process.is_seen_dead(me)
+    finally:
+        child.kill()
+        child.communicate()
+    assert process.is_seen_dead(me)
 
 
 def test_what_a_kill_left_that_no_row_tells_of_is_removed_before_anything_is_written(

@@ -73,12 +73,15 @@ def this_process() -> Process:
 
 
 def _start_of(pid: int) -> str:
-    """When a process started, in ticks since the boot; empty if there is none."""
+    """When a process started, in ticks since the boot; empty if there is none, or it has ended and
+    nobody has asked how, which some containers never do."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        words = text.rpartition(")")[2].split()
+        has_ended = words[0] in "ZX" and len(os.listdir(f"/proc/{pid}/task")) == 1
     except OSError:
         return ""
-    return text.rpartition(")")[2].split()[19]
+    return "" if has_ended else words[19]
 
 
 def _seen(file: FileSize) -> tuple[int, float]:
