@@ -278,6 +278,17 @@ def test_members_have_parts_of_their_own_whatever_they_are_called(kv: Path) -> N
     assert {path for path in kv.iterdir() if path.is_dir()} == parts
 
 
+def test_a_part_that_was_only_begun_is_taken(kv: Path) -> None:
+    """A kill came between its making and its first file: else such parts would add up."""
+    begun = kv / ("0a" * 16)
+    begun.mkdir(parents=True, mode=0o700)
+    kv.chmod(0o700)
+    with driven(kv) as tier:
+        assert part_of(shared_of(tier)) == begun
+        tier.keep(tails(2))
+    assert [path for path in kv.iterdir() if path.is_dir()] == [begun]
+
+
 def test_who_starts_takes_the_fullest_part_that_is_free(kv: Path) -> None:
     with driven(kv) as empty, driven(kv) as full:
         full.keep(tails(8))

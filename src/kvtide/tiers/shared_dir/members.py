@@ -31,7 +31,7 @@ from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.errors import ConfigError
 from kvtide.tiers.disk.directory import REFUSED
 from kvtide.tiers.disk.files import Files, FileSize, page_memory, read_fully, write_fully
-from kvtide.tiers.shared_dir.journal import MEMBER_BYTES
+from kvtide.tiers.shared_dir.journal import JOURNAL, MEMBER_BYTES
 
 logger = logging.getLogger("kvtide.shared_dir")
 
@@ -135,10 +135,10 @@ class Place:
         self.files.make_directory(self.path)
         self._require_own()
         now_s = self._server_time_s()
-        sizes = {}
-        for member in set(self.members()).difference(but):
-            with suppress(OSError):
-                sizes[member] = self.files.size_at(self.at(member, "journal")).length_bytes
+        sizes = dict.fromkeys(set(self.members()).difference(but), 0)
+        for member in sizes:
+            with suppress(OSError):  # killed before it wrote one, or not for us to see
+                sizes[member] = self.files.size_at(self.at(member, JOURNAL)).length_bytes
         for member in sorted(sizes, key=lambda one: -sizes[one]):
             with suppress(OSError):
                 if self._has_freed(member, now_s) and self._make_owner(member):
