@@ -12,6 +12,7 @@ import pytest
 
 from kvtide.errors import ConfigError
 from kvtide.testing.faulty_files import Call, FaultyFiles
+from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import BLOCKS_PER_CHUNK, chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.disk.files import SystemFiles
@@ -372,7 +373,49 @@ def test_a_silent_owner_is_followed_by_another_and_writes_no_more(kv: Path) -> N
             assert "another node has taken" in first.tier.statistics().state
             assert first.load(records[0]) is LoadOutcome.LOADED
             assert second.load(records[0]) is LoadOutcome.LOADED
+            wait_on(first)
+            assert part_of(shared_of(first)) != part_of(shared_of(second))
+            first.keep(records[6:])
+            look(second)
+            for tier in (first, second):
+                assert {tier.load(record) for record in records[:4]} == {LoadOutcome.LOADED}
+                assert {tier.load(record) for record in records[6:]} == {LoadOutcome.LOADED}
+                shared_of(tier).check_integrity()
         assert not owner.exists(), "who took it has freed it"
+
+
+def test_a_part_that_somebody_removes_is_followed_by_another(kv: Path) -> None:
+    """With all its records; what was cleared before stays so."""
+    records = tails(12)
+    with driven(kv) as here, driven(kv) as there:
+        there.keep(records[:2])
+        here.tier.clear(None)
+        here.keep(records[2:4])
+        look(there)
+        shutil.rmtree(part_of(shared_of(here)))
+        outcomes = here.store(records[4:])
+        assert StoreOutcome.STORED not in outcomes
+        assert outcomes[-1] is StoreOutcome.BROKEN
+        assert "was removed" in here.tier.statistics().state
+        wait_on(here)
+        here.keep(records[4:])
+        look(there)
+        assert all(map(there.is_there, [*records[:2], *records[4:]]))
+        for tier in (here, there):
+            assert not any(map(tier.is_there, records[2:4]))
+            assert {tier.load(record) for record in records[4:]} == {LoadOutcome.LOADED}
+            shared_of(tier).check_integrity()
+        here.close(30)
+        with driven(kv) as here:
+            assert {here.load(record) for record in records[4:]} == {LoadOutcome.LOADED}
+            assert not any(map(here.is_there, records[:2])), "they were cleared here"
+
+
+def wait_on(tier: DrivenTier) -> None:
+    """Until it works again, by itself."""
+    while tier.tier.statistics().state != "on":
+        tier.pass_time(60_000)
+        tier.poll_for(0.02)
 
 
 def test_of_all_who_want_a_part_one_gets_it(kv: Path) -> None:
@@ -533,9 +576,7 @@ def test_a_mount_that_vanishes_and_comes_back(kv: Path) -> None:
         assert set(outcomes) <= {StoreOutcome.FAILED, StoreOutcome.BROKEN}
         assert not kv.exists(), "nothing is made where the mount was"
         shutil.move(kv.parent / "away", kv)
-        while tier.tier.statistics().state != "on":
-            tier.pass_time(60_000)
-            tier.poll_for(0.02)
+        wait_on(tier)
         assert {tier.load(record) for record in records[:4]} == {LoadOutcome.LOADED}
         tier.keep(records[4:])
         assert files.calls[Call.WRITE]
@@ -558,9 +599,7 @@ def test_lookups_do_not_wait_for_a_place_that_hangs(kv: Path) -> None:
             at_once = tier.ask((), records[0].digests, root=ROOT, layout=records[0].layout)
             assert tier.found(at_once).records == []
             assert tier.load(records[0]) is LoadOutcome.BROKEN
-        while tier.tier.statistics().state != "on":
-            tier.pass_time(60_000)
-            tier.poll_for(0.02)
+        wait_on(tier)
         assert tier.load(records[0]) is LoadOutcome.LOADED
 
 

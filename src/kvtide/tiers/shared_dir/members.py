@@ -14,7 +14,8 @@ takes stays readable.
 Taking is one step that only one can win, on any file system: `owner` is made where there is none,
 or renamed away by name. Silence proves nothing, so who wrote there may wake up: each write looks
 first whether `owner` is still the file that it made. What two do at the same moment none the less
-ends as rows or records that do not prove themselves: misses.
+ends as rows or records that do not prove themselves: misses. Whoever has lost a part that way, or
+because somebody removed it, takes another.
 """
 
 import logging
@@ -44,6 +45,10 @@ MEMBERS_MAX = 1024
 """Read of one directory; each costs a look at every lookup that is not answered at once."""
 OWNER_BYTES_MAX = 1024
 _NAME = re.compile(r"[0-9a-f]{32}")
+
+
+class PartLost(OSError):
+    """The own part is another's by now, or was removed; the directory is well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,7 @@ class Place:
         self._incarnation = secrets.token_hex(16)
         self._process = this_process()
         self._seen = (0, 0.0)  # inode and time of the file that we wrote last
+        self._device = 0
         self._beats = 0
 
     def at(self, member: bytes, name: str = "") -> str:
@@ -157,6 +163,7 @@ class Place:
             ConfigError: somebody may.
         """
         found = self.files.size_at(self.path)
+        self._device = found.device
         wrong = ""
         if found.owner != os.geteuid():
             wrong = f"belongs to user {found.owner}, and the node runs as user {os.geteuid()}"
@@ -264,15 +271,17 @@ class Place:
         return True
 
     def require(self) -> None:
-        """Raises OSError where the own part is not there, or not ours any more."""
+        """Raises OSError where the own part is not there, PartLost where it is not ours."""
         path = self.at(self.own, OWNER)
-        seen = _seen(self.files.link_at(path))
+        try:
+            seen = _seen(self.files.link_at(path))
+        except FileNotFoundError:
+            if self.files.size_at(self.path).device == self._device:  # no mount is gone
+                raise PartLost(f"{self.at(self.own)} was removed") from None
+            raise
         if seen != self._seen:
             if not self._read(path).startswith(self._incarnation):
-                raise PermissionError(
-                    f"another node has taken {self.at(self.own)} over; this one has to be"
-                    " restarted to write again"
-                )
+                raise PartLost(f"another node has taken {self.at(self.own)} over")
             self._seen = seen  # some file systems tell a file's time late
 
     def alive(self) -> None:

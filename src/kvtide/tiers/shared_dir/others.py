@@ -42,14 +42,13 @@ class _Member:
 class Others:
     """All that is known of the members."""
 
-    def __init__(self, view: View, own: bytes) -> None:
+    def __init__(self, view: View) -> None:
         self.cleared = Cleared()
         self.clearing: list[Scope] = []
         self.are_more = False
         """Whether journals have rows that were not read yet."""
         self._is_settled = False
         self._view = view
-        self._own = own
         self._members: dict[bytes, _Member] = {}
 
     def positions(self) -> dict[bytes, Position]:
@@ -61,10 +60,20 @@ class Others:
         return {member: (one.position, one.sequence) for member, one in self._members.items()}
 
     def take_own(self, live: Live) -> None:
-        """What the own journal says at a start."""
-        self.cleared = live.cleared
+        """What the own journal says when its part is taken."""
+        for scope, up_to in live.cleared.items():
+            self.cleared.note(scope, up_to)
         for row in live.kept.values():
-            self._view.add(self._own, live.kinds[row.kind], row)
+            self._view.add(self._view.own, live.kinds[row.kind], row)
+
+    def change_own(self, own: bytes) -> None:
+        """The own part is another one from now on; what the lost one has is its new owner's to
+        tell."""
+        for member in (self._view.own, own):
+            self._members.pop(member, None)
+            for key in self._view.keys_of(member):
+                self._view.forget(member, key)
+        self._view.own = own
 
     def take(self, ended: Ended) -> list[Gone]:
         """What a look has brought; own records that nobody can reach any more by that."""
@@ -74,7 +83,8 @@ class Others:
             for key in self._view.keys_of(member):
                 gone += self._view.forget(member, key)
         for member, piece in ended.pieces.items():
-            gone += self._take_piece(member, piece)
+            if member != self._view.own:  # which it may have become meanwhile
+                gone += self._take_piece(member, piece)
         self.are_more = any(piece.has_more for piece in ended.pieces.values())
         if not self.are_more and not self._is_settled:
             self._is_settled = True  # what hangs on nothing now hangs on what others evicted
