@@ -11,6 +11,7 @@ import pytest
 
 from kvtide import config
 from kvtide.config import Config
+from kvtide.core.checks import TEXT_CHARS_MAX
 from kvtide.errors import ConfigError
 from kvtide.settings import EngineConfig, NodeConfig
 from kvtide.units import GiB, MiB
@@ -454,6 +455,15 @@ def test_several_tiers_stand_in_their_order_and_have_names_of_their_own(tmp_path
         read(tmp_path, KVTIDE_TIERS=json.dumps([DISK, DISK]))
     with pytest.raises(ConfigError, match="9 entries; 8 at most"):
         read(tmp_path, KVTIDE_TIERS=json.dumps([DISK | {"name": f"n{n}"} for n in range(9)]))
+
+
+def test_long_tiers_are_shown_in_short(tmp_path: Path) -> None:
+    """Engines are told a node's settings, and take no text without end."""
+    entries = [DISK | {"name": f"n{n}", "path": "/" + "x" * 4000} for n in range(8)]
+    found = read(tmp_path, KVTIDE_TIERS=json.dumps(entries))
+    (shown,) = [one.value for one in found.effective() if one.name == "tiers"]
+    assert len(shown) < TEXT_CHARS_MAX
+    assert all(f"n{n} (disk)" in shown for n in range(8))
 
 
 def test_a_list_of_the_extra_config_reaches_a_node_that_is_started(tmp_path: Path) -> None:

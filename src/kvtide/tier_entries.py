@@ -21,6 +21,8 @@ GROUP = "kvtide.tiers"
 """Of entry points: a tier's type by its name."""
 TIERS_MAX = 8
 """Places in a row: each that is asked in vain makes a request wait for one more answer."""
+SHOWN_CHARS_MAX = 400
+"""Of one entry: all together fit what engines are told of settings."""
 WRITE = ("through", "on_reuse", "on_eviction")
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 """Of a tier: a word that may be a label of metrics."""
@@ -151,7 +153,8 @@ def _parsed(kind: str, given: Mapping[str, object], options: Sequence[Option]) -
 def _shown(entry: TierEntry, words: Sequence[str]) -> str:
     label = entry.type if entry.name == entry.type else f"{entry.name} ({entry.type})"
     write = [f"write {entry.write}"] if entry.write != "through" else []
-    return f"{label}: {', '.join([*words, *write]) or 'by default'}"
+    shown = f"{label}: {', '.join([*words, *write]) or 'by default'}"
+    return shown if len(shown) <= SHOWN_CHARS_MAX else f"{shown[: SHOWN_CHARS_MAX - 1]}…"
 
 
 def checked_together(entries: Sequence[TierEntry]) -> tuple[TierEntry, ...]:

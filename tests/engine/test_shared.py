@@ -47,10 +47,12 @@ def is_written(status: Status) -> bool:
     return shared["records"] > 0 and shared["queued_bytes"] == 0
 
 
-def wait_written(node: Node) -> None:
-    """Until what was computed can be read by others."""
+def wait_written(node: Node, other: Node) -> None:
+    """Until what was computed is in the directory, and the other one has seen it."""
     node.wait_at_rest()
     node.wait("all is in the directory", is_written)
+    count = node.status()["tiers"]["shared_dir"]["records"]
+    other.wait("it is seen", lambda status: status["tiers"]["shared_dir"]["records"] == count)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -63,8 +65,8 @@ def test_what_one_engine_computed_is_a_hit_on_the_other(
     ask(engines[first], tokens)
     own = ask(engines[first], tokens)
     assert own.cached_tokens == whole_blocks(length, BLOCK)
-    wait_written(nodes[first])
     other = nodes[1 - first]
+    wait_written(nodes[first], other)
     with other.loading(whole_blocks(length, BLOCK) // BLOCK):
         ours = ask(engines[1 - first], tokens)
     assert_same(ours, own)
@@ -79,7 +81,7 @@ def test_hits_outlive_the_node_that_stored_them(
     tokens = prompt_of("killed", 5 * BLOCK + 3)
     ask(engines[0], tokens)
     own = ask(engines[0], tokens)
-    wait_written(nodes[0])
+    wait_written(*nodes)
     nodes[0].kill()
     with nodes[1].loading(5):
         assert_same(ask(engines[1], tokens), own)
@@ -95,7 +97,7 @@ def test_a_clear_here_leaves_what_is_there(
     """What was cleared is not found here, whoever stored it; the other goes on having its own."""
     tokens = prompt_of("cleared", 2 * BLOCK + 3)
     ask(engines[1], tokens)
-    wait_written(nodes[1])
+    wait_written(nodes[1], nodes[0])
     nodes[0].clear()
     assert ask(engines[0], tokens).cached_tokens == 0
     forget(engines[1])

@@ -15,6 +15,7 @@ from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.tiers.shared_dir import journal as module
 from kvtide.tiers.shared_dir.journal import (
     JOURNAL,
+    Cleared,
     ClearedRow,
     GoneRow,
     Journal,
@@ -152,7 +153,7 @@ def test_a_write_that_failed_half_way_leaves_no_trace(tmp_path: Path) -> None:
     files.heal()
     files.fail(Call.SYNC, errno.EIO, count=1)
     with pytest.raises(OSError, match="Input/output"):
-        journal.keep(records[1], 2)
+        journal.keep(SALTED[0], 2)  # longer than what comes next
     journal.keep(records[2], 3)
     journal.close()
     rows, position = read_all(tmp_path)
@@ -189,6 +190,25 @@ def test_a_journal_of_garbage_is_written_anew_while_it_serves(
     for _ in range(2):
         last = Journal(SystemFiles(), str(tmp_path), MEMBER)
         assert (last.live.sequence, last.live.kept) == (31, {})
+
+
+def test_a_clear_of_everything_says_what_others_said_before() -> None:
+    """Else those would only add up."""
+    cleared = Cleared()
+    salted, root = SALTED[0].root, ROOT
+    scope = Scope(salted.salt_digest, None)
+    cleared.note(scope, {MEMBER: 5, OTHER: 7})
+    assert cleared.means(MEMBER, salted, 5)
+    assert not cleared.means(MEMBER, salted, 6)
+    assert not cleared.means(MEMBER, root, 5)
+    cleared.note(EVERYTHING, {MEMBER: 6, OTHER: 6})
+    assert dict(cleared) == {EVERYTHING: {MEMBER: 6, OTHER: 6}, scope: {OTHER: 7}}
+    assert cleared.means(MEMBER, root, 6)
+    assert cleared.means(OTHER, salted, 7)
+    cleared.note(EVERYTHING, {OTHER: 9, MEMBER: 2})
+    assert dict(cleared) == {EVERYTHING: {MEMBER: 6, OTHER: 9}}
+    cleared.note(Scope(None, root.fingerprint), {MEMBER: 8})
+    assert cleared.means(MEMBER, salted, 8) == (salted.fingerprint == root.fingerprint)
 
 
 def test_a_clear_counts_by_number_and_not_by_place(tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from kvtide.errors import ConfigError
-from kvtide.testing.faulty_files import Call
+from kvtide.testing.faulty_files import Call, FaultyFiles
+from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import BLOCKS_PER_CHUNK, chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.disk.files import SystemFiles
@@ -183,6 +186,24 @@ def test_a_record_that_is_damaged_in_anothers_part_is_nobodys(kv: Path) -> None:
         assert there.load(records[1]) is LoadOutcome.LOADED
 
 
+def test_what_hung_on_a_record_that_is_gone_is_back_with_it(kv: Path) -> None:
+    """Damaged here, and stored again, before the other has seen that its own hangs on nothing."""
+    first, second, tail = chain_of(ROOT, SMALL, text(1, 10))
+    with driven(kv) as here, driven(kv) as there:
+        here.keep([first])
+        look(there)
+        there.keep([second, tail])
+        look(here)
+        assert here.find([first, second], tail.digests) == [first, second, tail]
+        flip(file_of(shared_of(here), first), payload_offset(first) + 5)
+        assert here.load(first) is LoadOutcome.CORRUPT
+        assert here.find([first, second]) == []
+        assert here.load(second) is LoadOutcome.ABSENT
+        here.keep([first])
+        assert here.find([first, second], tail.digests) == [first, second, tail]
+        shared_of(here).check_integrity()
+
+
 # ---- clear
 
 
@@ -213,6 +234,25 @@ def test_a_clear_takes_away_what_others_have_too_and_for_this_node_alone(kv: Pat
         assert there.load(before[0]) is LoadOutcome.LOADED
 
 
+def test_a_clear_that_fails_at_first_is_noted_all_the_same(kv: Path) -> None:
+    """Nothing of it is found meanwhile; what comes later is."""
+    records, later = tails(3), tails(2, first=50)
+    with driven(kv) as there:
+        there.keep(records)
+        with driven(kv) as here:
+            files_of(shared_of(here)).fail(Call.SYNC, errno.EIO, count=2)
+            here.tier.clear(None)
+            look(here)
+            assert not any(map(here.is_there, records))
+            here.keep(tails(1, first=70))
+            there.keep(later)
+            look(here)
+            assert all(map(here.is_there, later))
+        with driven(kv) as here:
+            assert not any(map(here.is_there, records))
+            assert all(map(here.is_there, later))
+
+
 def test_a_clear_means_what_was_not_read_yet_as_well(kv: Path) -> None:
     """The other has stored it; this one has not looked since."""
     records = tails(3)
@@ -237,6 +277,17 @@ def test_members_have_parts_of_their_own_whatever_they_are_called(kv: Path) -> N
             "both are taken again"
         )
     assert {path for path in kv.iterdir() if path.is_dir()} == parts
+
+
+def test_a_part_that_was_only_begun_is_taken(kv: Path) -> None:
+    """A kill came between its making and its first file: else such parts would add up."""
+    begun = kv / ("0a" * 16)
+    begun.mkdir(parents=True, mode=0o700)
+    kv.chmod(0o700)
+    with driven(kv) as tier:
+        assert part_of(shared_of(tier)) == begun
+        tier.keep(tails(2))
+    assert [path for path in kv.iterdir() if path.is_dir()] == [begun]
 
 
 def test_who_starts_takes_the_fullest_part_that_is_free(kv: Path) -> None:
@@ -264,6 +315,43 @@ def test_death_is_told_only_where_it_can_be_seen(
     assert Process(**(words | change)).is_seen_dead(me) is is_dead  # type: ignore[arg-type]
 
 
+def test_a_process_that_nobody_has_buried_is_dead() -> None:
+    """As all are below a first process that does not care for them."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    me = this_process()
+    try:
+        start = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        process = Process(me.boot, me.namespace, child.pid, start)
+        assert not process.is_seen_dead(me)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert process.is_seen_dead(me)
+    finally:
+        child.kill()
+        child.communicate()
+    assert process.is_seen_dead(me)
+
+
+def test_what_a_kill_left_that_no_row_tells_of_is_removed_before_anything_is_written(
+    kv: Path,
+) -> None:
+    """A record that was renamed and not told of, and files that were being written."""
+    with driven(kv) as tier:
+        tier.keep(tails(2))
+        part = part_of(shared_of(tier))
+        told = file_of(shared_of(tier), tails(1)[0])
+    left = [part / "00" / ("00" * 32), part / "ff" / f"{'ff' * 32}.0123.tmp", part / "owner.1.tmp"]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(told.read_bytes())
+    with driven(kv) as tier:
+        assert part_of(shared_of(tier)) == part
+        tier.keep(tails(1, first=9))
+        assert not any(path.exists() for path in left)
+        assert all(map(tier.is_there, tails(2)))
+        shared_of(tier).check_integrity()
+
+
 def test_a_silent_owner_is_followed_by_another_and_writes_no_more(kv: Path) -> None:
     """It may be alive all the same: a machine that slept. What it holds is read as anybody's."""
     records = tails(12)
@@ -285,7 +373,49 @@ def test_a_silent_owner_is_followed_by_another_and_writes_no_more(kv: Path) -> N
             assert "another node has taken" in first.tier.statistics().state
             assert first.load(records[0]) is LoadOutcome.LOADED
             assert second.load(records[0]) is LoadOutcome.LOADED
+            wait_on(first)
+            assert part_of(shared_of(first)) != part_of(shared_of(second))
+            first.keep(records[6:])
+            look(second)
+            for tier in (first, second):
+                assert {tier.load(record) for record in records[:4]} == {LoadOutcome.LOADED}
+                assert {tier.load(record) for record in records[6:]} == {LoadOutcome.LOADED}
+                shared_of(tier).check_integrity()
         assert not owner.exists(), "who took it has freed it"
+
+
+def test_a_part_that_somebody_removes_is_followed_by_another(kv: Path) -> None:
+    """With all its records; what was cleared before stays so."""
+    records = tails(12)
+    with driven(kv) as here, driven(kv) as there:
+        there.keep(records[:2])
+        here.tier.clear(None)
+        here.keep(records[2:4])
+        look(there)
+        shutil.rmtree(part_of(shared_of(here)))
+        outcomes = here.store(records[4:])
+        assert StoreOutcome.STORED not in outcomes
+        assert outcomes[-1] is StoreOutcome.BROKEN
+        assert "was removed" in here.tier.statistics().state
+        wait_on(here)
+        here.keep(records[4:])
+        look(there)
+        assert all(map(there.is_there, [*records[:2], *records[4:]]))
+        for tier in (here, there):
+            assert not any(map(tier.is_there, records[2:4]))
+            assert {tier.load(record) for record in records[4:]} == {LoadOutcome.LOADED}
+            shared_of(tier).check_integrity()
+        here.close(30)
+        with driven(kv) as here:
+            assert {here.load(record) for record in records[4:]} == {LoadOutcome.LOADED}
+            assert not any(map(here.is_there, records[:2])), "they were cleared here"
+
+
+def wait_on(tier: DrivenTier) -> None:
+    """Until it works again, by itself."""
+    while tier.tier.statistics().state != "on":
+        tier.pass_time(60_000)
+        tier.poll_for(0.02)
 
 
 def test_of_all_who_want_a_part_one_gets_it(kv: Path) -> None:
@@ -327,6 +457,42 @@ def test_a_member_that_is_removed_is_forgotten(kv: Path) -> None:
         shared_of(here).check_integrity()
 
 
+def test_what_hangs_on_nothing_at_a_start_gives_its_room_back(kv: Path) -> None:
+    """The part that had its beginning was removed while nobody was there."""
+    first, second, tail = chain_of(ROOT, SMALL, text(1, 10))
+    with driven(kv) as here, driven(kv) as there:
+        here.keep([first])
+        look(there)
+        there.keep([second, tail, *tails(1)])
+        gone, left = part_of(shared_of(here)), part_of(shared_of(there))
+    shutil.rmtree(gone)
+    with driven(kv) as tier:
+        assert part_of(shared_of(tier)) == left
+        while len(list(left.glob("??/*"))) > 1:
+            tier.poll_for(0.05)
+        assert tier.load(tails(1)[0]) is LoadOutcome.LOADED
+        assert tier.tier.statistics().records == 1
+        shared_of(tier).check_integrity()
+
+
+def test_a_start_that_cannot_look_around_forgets_nothing(kv: Path) -> None:
+    """What its own records hang on is in another's part, which it cannot read at first."""
+    first, second = chain_of(ROOT, SMALL, text(1, 8))
+    with driven(kv) as here:
+        here.keep([first])
+        with driven(kv) as there:
+            look(there)
+            there.keep([second])
+        files = FaultyFiles()
+        part = part_of(shared_of(here)).name
+        files.fail(Call.OPEN, errno.EIO, count=1, path_part=f"{part}/journal")
+        with driven(kv, files=files) as there:
+            assert files.injected
+            look(there)
+            assert there.find([first, second]) == [first, second]
+            assert there.load(second) is LoadOutcome.LOADED
+
+
 # ---- faults
 
 
@@ -340,6 +506,52 @@ def test_a_stale_handle_is_a_miss(kv: Path) -> None:
         files_of(shared_of(there)).fail(Call.READ, errno.ESTALE, count=1, path_part="/")
         assert there.load(records[0]) is LoadOutcome.ABSENT
         assert there.load(records[1]) is LoadOutcome.LOADED
+
+
+@pytest.mark.parametrize(
+    ("code", "is_there"), [(errno.ESTALE, True), (errno.EACCES, False), (errno.EIO, True)]
+)
+def test_one_journal_that_cannot_be_read_costs_no_more_than_its_member(
+    kv: Path, code: int, *, is_there: bool
+) -> None:
+    """One that is being replaced is read the next time; what is not for us to see is not there.
+    An error of the place is neither: nothing is forgotten by it."""
+    with driven(kv) as here, driven(kv) as there, driven(kv) as other:
+        there.keep(tails(1))
+        other.keep(tails(1, first=9))
+        look(here)
+        part = part_of(shared_of(there)).name
+        files_of(shared_of(here)).fail(Call.OPEN, code, path_part=f"{part}/journal")
+        for _ in range(2):
+            look(here)
+        assert here.is_there(tails(1)[0]) is is_there
+        assert here.is_there(tails(1, first=9)[0])
+        assert here.tier.statistics().state == "on"
+        files_of(shared_of(here)).heal()
+        there.keep(tails(1, first=20))
+        look(here)
+        assert all(map(here.is_there, [*tails(1), *tails(1, first=20)]))
+
+
+class PlainFiles(FaultyFiles):
+    """A file system without direct I/O, as some are."""
+
+    def open(self, path: str, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+        return super().open(path, flags)
+
+
+def test_a_file_system_without_direct_io_will_do(kv: Path) -> None:
+    """Then the page cache is told that it need not keep what host memory does."""
+    records = chain_of(ROOT, SMALL, text(1, 10))
+    with driven(kv, files=PlainFiles()) as here, driven(kv) as there:
+        here.keep(records)
+        look(there)
+        for tier in (here, there):
+            assert {tier.load(record) for record in records} == {LoadOutcome.LOADED}
+        assert files_of(shared_of(here)).calls[Call.DROP_CACHED] == 6
+        assert files_of(shared_of(there)).calls[Call.DROP_CACHED] == 0
 
 
 def test_an_error_is_no_miss(kv: Path) -> None:
@@ -364,9 +576,7 @@ def test_a_mount_that_vanishes_and_comes_back(kv: Path) -> None:
         assert set(outcomes) <= {StoreOutcome.FAILED, StoreOutcome.BROKEN}
         assert not kv.exists(), "nothing is made where the mount was"
         shutil.move(kv.parent / "away", kv)
-        while tier.tier.statistics().state != "on":
-            tier.pass_time(60_000)
-            tier.poll_for(0.02)
+        wait_on(tier)
         assert {tier.load(record) for record in records[:4]} == {LoadOutcome.LOADED}
         tier.keep(records[4:])
         assert files.calls[Call.WRITE]
@@ -389,9 +599,7 @@ def test_lookups_do_not_wait_for_a_place_that_hangs(kv: Path) -> None:
             at_once = tier.ask((), records[0].digests, root=ROOT, layout=records[0].layout)
             assert tier.found(at_once).records == []
             assert tier.load(records[0]) is LoadOutcome.BROKEN
-        while tier.tier.statistics().state != "on":
-            tier.pass_time(60_000)
-            tier.poll_for(0.02)
+        wait_on(tier)
         assert tier.load(records[0]) is LoadOutcome.LOADED
 
 

@@ -16,7 +16,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvtide.bounds import T_PUT_MS
 from kvtide.codec import record as codec
@@ -47,6 +47,7 @@ CLEAR_S_MAX = 0.2
 
 SCHEMA = """
 PRAGMA journal_mode = WAL;
+PRAGMA synchronous = NORMAL;
 CREATE TABLE IF NOT EXISTS records (
     key BLOB PRIMARY KEY, parent BLOB, name BLOB, salt BLOB, fingerprint BLOB, digests BLOB,
     is_whole INTEGER, size INTEGER, used INTEGER, content BLOB
@@ -56,12 +57,21 @@ CREATE INDEX IF NOT EXISTS parents ON records (parent, name);
 BELOW = """
 WITH RECURSIVE below(key) AS (
     SELECT ?1 UNION ALL SELECT records.key FROM records, below WHERE records.parent = below.key
-) DELETE FROM records WHERE key IN below
+) DELETE FROM records WHERE key IN below RETURNING salt, fingerprint, size
+"""
+ONE = "DELETE FROM records WHERE key = ? RETURNING salt, fingerprint, size"
+SCOPE = """
+DELETE FROM records WHERE salt = COALESCE(?, salt) AND fingerprint = COALESCE(?, fingerprint)
+RETURNING salt, fingerprint, size
 """
 COLDEST = """
 SELECT key FROM records AS leaf WHERE key != ?1
 AND NOT EXISTS (SELECT 1 FROM records WHERE parent = leaf.key) ORDER BY used LIMIT 1
 """
+
+
+_Store: TypeAlias = tuple[int, StoreJob, list[bool]]
+"""Since when it waits, the job, and whether it was cleared: a list that is not empty."""
 
 
 def _name(job: LookupJob | Record) -> bytes:
@@ -85,18 +95,21 @@ class SQLiteTier:
         self._queue_bytes_max = queue_bytes_max
         self._change = threading.Condition()
         self._first: deque[Callable[[], None]] = deque()  # lookups, loads, clears
-        self._stores: deque[tuple[int, StoreJob, list[bool]]] = deque()
+        self._stores: deque[_Store] = deque()
+        self._running: _Store | None = None
         self._ended: list[Done] = []
         self._loaded: Counter[str] = Counter()
         self._stored: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
         self._now_ms = self._failures = self._retry_ms = self._used = self._evicted = 0
-        self._records = self._used_bytes = self._queued_bytes = 0
+        self._used_bytes = self._queued_bytes = 0
+        self._records: Counter[tuple[bytes, bytes]] = Counter()  # by salt and fingerprint
         self._is_closed = False
         try:
             self._sql = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             self._sql.executescript(SCHEMA)
-            self._count()
+            for row in self._sql.execute("SELECT salt, fingerprint, size FROM records"):
+                self._count(row, 1)
             ((self._used,),) = self._sql.execute("SELECT COALESCE(MAX(used), 0) FROM records")
         except sqlite3.Error as error:
             raise ConfigError(f"{path} cannot be used: {error}") from error
@@ -154,32 +167,31 @@ class SQLiteTier:
                 self._change.notify()
 
     def clear(self, salt_digest: bytes | None, fingerprint: bytes | None = None) -> int:
-        """Stores that wait will not be there either."""
-        counts: list[int] = []
+        """Ahead of all that is asked from now on; stores that wait will not be there either."""
+
+        def is_meant(salt: bytes, name: bytes) -> bool:
+            return salt_digest in (None, salt) and fingerprint in (None, name)
+
         is_done = threading.Event()
-        with self._change:
-            waiting = list(self._stores)
-        for _, job, cleared in waiting:
-            root = job.record.root
-            if salt_digest in (None, root.salt_digest) and fingerprint in (None, root.fingerprint):
-                cleared.append(True)
 
         def work() -> None:
             try:
-                done = self._sql.execute(
-                    "DELETE FROM records WHERE salt = COALESCE(?, salt)"
-                    " AND fingerprint = COALESCE(?, fingerprint)",
-                    (salt_digest, fingerprint),
-                )
-                counts.append(done.rowcount)
-                self._count()
+                self._delete(SCOPE, (salt_digest, fingerprint))
+            except sqlite3.Error:
+                self._judge(is_good=False)
             finally:
                 is_done.set()
 
+        with self._change:
+            count = sum(number for root, number in self._records.items() if is_meant(*root))
+            stores = [*self._stores, *([self._running] if self._running else ())]
+            for _, job, cleared in stores:
+                if is_meant(job.record.root.salt_digest, job.record.root.fingerprint):
+                    cleared.append(True)
         if not self._is_closed:
             self._give(work)
             is_done.wait(CLEAR_S_MAX)
-        return sum(counts)
+        return count
 
     def poll(self) -> list[Done]:
         """What has ended."""
@@ -206,7 +218,7 @@ class SQLiteTier:
                 state="failing" if self._is_broken else "on",
                 bytes_used=self._used_bytes,
                 bytes_max=self.bytes_max,
-                records=self._records,
+                records=self._records.total(),
                 queued_bytes=self._queued_bytes,
                 loaded=dict(self._loaded),
                 stored=dict(self._stored),
@@ -232,10 +244,12 @@ class SQLiteTier:
                     break
                 first = self._first.popleft() if self._first else None
                 store = None if first else self._stores.popleft()
+                self._running = store
             if first is not None:
                 first()
             elif store is not None:
-                self._store(store[1], is_cleared=bool(store[2]))
+                self._store(store[1], store[2])
+            self._running = None
             del first, store  # cells may be wanted back while this thread waits
         self._sql.close()
 
@@ -243,10 +257,15 @@ class SQLiteTier:
         self._failures = 0 if is_good else self._failures + 1
         self._retry_ms = self._now_ms + RETRY_MS
 
-    def _count(self) -> None:
-        ((records, size),) = self._sql.execute("SELECT COUNT(*), TOTAL(size) FROM records")
+    def _count(self, row: tuple[bytes, bytes, int], change: int) -> None:
+        salt, fingerprint, size = row
         with self._change:
-            self._records, self._used_bytes = records, int(size)
+            self._records[salt, fingerprint] += change
+            self._used_bytes += change * size
+
+    def _delete(self, sql: str, values: tuple[object, ...]) -> None:
+        for row in self._sql.execute(sql, values).fetchall():
+            self._count(row, -1)
 
     def _use(self, keys: list[bytes]) -> None:
         self._used += 1
@@ -320,24 +339,26 @@ class SQLiteTier:
                 cells[:] = content[at - len(cells) : at].ljust(len(cells))
             codec.verify(headers, job.cells, record)
         except CorruptRecord:
-            self._sql.execute(BELOW, (record.key,))
-            self._count()
+            self._delete(BELOW, (record.key,))
             return LoadOutcome.CORRUPT
         self._use([record.key])
         return LoadOutcome.LOADED
 
-    def _store(self, job: StoreJob, *, is_cleared: bool) -> None:
+    def _store(self, job: StoreJob, cleared: list[bool]) -> None:
         record = job.record
         try:
             if self._is_closed:
                 outcome = StoreOutcome.CLOSED
             elif self._is_broken:
                 outcome = StoreOutcome.BROKEN
-            elif is_cleared:
+            elif cleared:
                 outcome = StoreOutcome.NOT_ANCHORED
             else:
                 outcome = self._refusal(record) or self._kept(job)
                 self._judge(is_good=True)
+                if cleared:  # meanwhile
+                    self._delete(ONE, (record.key,))
+                    outcome = StoreOutcome.NOT_ANCHORED
         except sqlite3.Error:
             outcome = StoreOutcome.FAILED
             self._judge(is_good=False)
@@ -379,15 +400,13 @@ class SQLiteTier:
         ).fetchall()
         for key, digests in shorter:
             if record.digests.startswith(digests):
-                self._sql.execute("DELETE FROM records WHERE key = ?", (key,))
-        self._count()
+                self._delete(ONE, (key,))
         while self._used_bytes + size > self.bytes_max:
             coldest = self._sql.execute(COLDEST, (record.parent,)).fetchone()
             if coldest is None or size > self.bytes_max:
                 return StoreOutcome.NO_ROOM
-            self._sql.execute("DELETE FROM records WHERE key = ?", coldest)
+            self._delete(ONE, coldest)
             self._evicted += 1
-            self._count()
         self._used += 1
         root = record.root
         self._sql.execute(
@@ -398,7 +417,7 @@ class SQLiteTier:
             ),
         )
         self._use([record.parent])
-        self._count()
+        self._count((root.salt_digest, root.fingerprint, size), 1)
         return StoreOutcome.STORED
 
 

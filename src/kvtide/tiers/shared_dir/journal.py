@@ -16,17 +16,17 @@ import os
 import secrets
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvtide.codec import record as codec
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
-from kvtide.core.records import Record
+from kvtide.core.records import Record, RootName
 from kvtide.errors import CorruptRecord, UnknownFormat
 from kvtide.tiers.disk.files import Files, read_fully, write_fully
 from kvtide.tiers.disk.rows import Kind, kind_bytes, read_kind
-from kvtide.tiers.scope import Scope
+from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.units import KiB, MiB
 
 JOURNAL = "journal"
@@ -253,13 +253,38 @@ def write_anew(files: Files, path: str, rows: Sequence[Row], sequence: int) -> P
     return Position(number, len(content))
 
 
+class Cleared(dict[Scope, dict[bytes, int]]):
+    """What was cleared: for each scope the members, and the numbers up to which it is meant."""
+
+    def note(self, scope: Scope, up_to: Mapping[bytes, int]) -> None:
+        """One more clear; what it says too need not be said any more."""
+        mine = self.setdefault(scope, {})
+        for member, number in up_to.items():
+            mine[member] = max(number, mine.get(member, -1))
+        if scope == EVERYTHING:
+            for other in self.keys() - {EVERYTHING}:
+                left = {m: n for m, n in self[other].items() if n > mine.get(m, -1)}
+                if left:
+                    self[other] = left
+                else:
+                    del self[other]
+
+    def means(self, member: bytes, root: RootName, sequence: int) -> bool:
+        """Whether a record was cleared."""
+        return any(
+            sequence <= self.get(Scope(salt, fingerprint), {}).get(member, -1)
+            for salt in (None, root.salt_digest)
+            for fingerprint in (None, root.fingerprint)
+        )
+
+
 @dataclass(slots=True)
 class Live:
     """What of a journal's rows still says something."""
 
     kinds: dict[int, Kind] = field(default_factory=dict)
     kept: dict[bytes, KeptRow] = field(default_factory=dict)
-    cleared: dict[Scope, dict[bytes, int]] = field(default_factory=dict)
+    cleared: Cleared = field(default_factory=Cleared)
     rows: int = 0
     sequence: int = 0
 
@@ -277,7 +302,7 @@ class Live:
                 for key in keys:
                     self.kept.pop(key, None)
             case ClearedRow(scope, up_to):
-                self.cleared[scope] = self.cleared.get(scope, {}) | up_to
+                self.cleared.note(scope, up_to)
                 last = up_to.get(member, -1)
                 for kept in list(self.kept.values()):
                     if kept.sequence <= last and scope.has(self.kinds[kept.kind].root):
@@ -286,10 +311,7 @@ class Live:
     def hides(self, member: bytes, row: KeptRow) -> bool:
         """Whether it was cleared before it was told of."""
         kind = self.kinds.get(row.kind)
-        return kind is None or any(
-            row.sequence <= up_to.get(member, -1) and scope.has(kind.root)
-            for scope, up_to in self.cleared.items()
-        )
+        return kind is None or self.cleared.means(member, kind.root, row.sequence)
 
     def to_write(self) -> list[Row]:
         """The rows that say the same."""

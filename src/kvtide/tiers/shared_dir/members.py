@@ -14,7 +14,8 @@ takes stays readable.
 Taking is one step that only one can win, on any file system: `owner` is made where there is none,
 or renamed away by name. Silence proves nothing, so who wrote there may wake up: each write looks
 first whether `owner` is still the file that it made. What two do at the same moment none the less
-ends as rows or records that do not prove themselves: misses.
+ends as rows or records that do not prove themselves: misses. Whoever has lost a part that way, or
+because somebody removed it, takes another.
 """
 
 import logging
@@ -27,9 +28,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.errors import ConfigError
-from kvtide.tiers.disk.files import Files, FileSize, read_fully, write_fully
-from kvtide.tiers.shared_dir.journal import MEMBER_BYTES
+from kvtide.tiers.disk.directory import REFUSED
+from kvtide.tiers.disk.files import Files, FileSize, page_memory, read_fully, write_fully
+from kvtide.tiers.shared_dir.journal import JOURNAL, MEMBER_BYTES
 
 logger = logging.getLogger("kvtide.shared_dir")
 
@@ -42,6 +45,10 @@ MEMBERS_MAX = 1024
 """Read of one directory; each costs a look at every lookup that is not answered at once."""
 OWNER_BYTES_MAX = 1024
 _NAME = re.compile(r"[0-9a-f]{32}")
+
+
+class PartLost(OSError):
+    """The own part is another's by now, or was removed; the directory is well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +78,15 @@ def this_process() -> Process:
 
 
 def _start_of(pid: int) -> str:
-    """When a process started, in ticks since the boot; empty if there is none."""
+    """When a process started, in ticks since the boot; empty if there is none, or it has ended and
+    nobody has asked how, which some containers never do."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        words = text.rpartition(")")[2].split()
+        has_ended = words[0] in "ZX" and len(os.listdir(f"/proc/{pid}/task")) == 1
     except OSError:
         return ""
-    return text.rpartition(")")[2].split()[19]
+    return "" if has_ended else words[19]
 
 
 def _seen(file: FileSize) -> tuple[int, float]:
@@ -101,9 +111,12 @@ class Place:
         self.path = path
         self.files = files
         self.own = b""
+        self.direct = os.O_DIRECT
+        """Flag for records: past the page cache, where the file system takes that, else 0."""
         self._incarnation = secrets.token_hex(16)
         self._process = this_process()
         self._seen = (0, 0.0)  # inode and time of the file that we wrote last
+        self._device = 0
         self._beats = 0
 
     def at(self, member: bytes, name: str = "") -> str:
@@ -128,10 +141,10 @@ class Place:
         self.files.make_directory(self.path)
         self._require_own()
         now_s = self._server_time_s()
-        sizes = {}
-        for member in set(self.members()).difference(but):
-            with suppress(OSError):
-                sizes[member] = self.files.size_at(self.at(member, "journal")).length_bytes
+        sizes = dict.fromkeys(set(self.members()).difference(but), 0)
+        for member in sizes:
+            with suppress(OSError):  # killed before it wrote one, or not for us to see
+                sizes[member] = self.files.size_at(self.at(member, JOURNAL)).length_bytes
         for member in sorted(sizes, key=lambda one: -sizes[one]):
             with suppress(OSError):
                 if self._has_freed(member, now_s) and self._make_owner(member):
@@ -150,6 +163,7 @@ class Place:
             ConfigError: somebody may.
         """
         found = self.files.size_at(self.path)
+        self._device = found.device
         wrong = ""
         if found.owner != os.geteuid():
             wrong = f"belongs to user {found.owner}, and the node runs as user {os.geteuid()}"
@@ -163,16 +177,30 @@ class Place:
             )
 
     def _server_time_s(self) -> float:
-        """What the clock says by which files get their times."""
+        """What the clock says by which files get their times; learns what `direct` has to be."""
+        for self.direct in (os.O_DIRECT, 0):
+            try:
+                return self._probe()
+            except OSError as error:
+                if not self.direct or error.errno not in REFUSED:
+                    raise
+        raise AssertionError("one of them has returned or raised")
+
+    def _probe(self) -> float:
         path = f"{self.path}/{self._incarnation}.tmp"
-        descriptor = self.files.open(path, os.O_WRONLY | os.O_CREAT)
+        page = page_memory(CELL_ALIGN_BYTES)
         try:
-            write_fully(self.files, descriptor, [b"now"], 0)
-            self.files.sync(descriptor)
-            return self.files.size(descriptor).modified_s
+            descriptor = self.files.open(path, os.O_RDWR | os.O_CREAT | self.direct)
+            try:
+                write_fully(self.files, descriptor, [page], 0)
+                self.files.sync(descriptor)
+                read_fully(self.files, descriptor, [page], 0)
+                return self.files.size(descriptor).modified_s
+            finally:
+                self.files.close(descriptor)
         finally:
-            self.files.close(descriptor)
-            self.files.unlink(path)
+            with suppress(FileNotFoundError):
+                self.files.unlink(path)
 
     def _has_freed(self, member: bytes, now_s: float) -> bool:
         """Whether nobody owns it; who is dead does not from now on."""
@@ -243,15 +271,17 @@ class Place:
         return True
 
     def require(self) -> None:
-        """Raises OSError where the own part is not there, or not ours any more."""
+        """Raises OSError where the own part is not there, PartLost where it is not ours."""
         path = self.at(self.own, OWNER)
-        seen = _seen(self.files.link_at(path))
+        try:
+            seen = _seen(self.files.link_at(path))
+        except FileNotFoundError:
+            if self.files.size_at(self.path).device == self._device:  # no mount is gone
+                raise PartLost(f"{self.at(self.own)} was removed") from None
+            raise
         if seen != self._seen:
             if not self._read(path).startswith(self._incarnation):
-                raise PermissionError(
-                    f"another node has taken {self.at(self.own)} over; this one has to be"
-                    " restarted to write again"
-                )
+                raise PartLost(f"another node has taken {self.at(self.own)} over")
             self._seen = seen  # some file systems tell a file's time late
 
     def alive(self) -> None:

@@ -8,6 +8,7 @@ between two steps has no row: the next owner of the part removes it before it wr
 """
 
 import errno
+import logging
 import os
 import re
 import secrets
@@ -17,12 +18,13 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvtide.codec import record as codec
-from kvtide.errors import CorruptRecord, KVTideError
+from kvtide.errors import CorruptRecord, KVTideError, UnknownFormat
 from kvtide.tiers.base import LoadJob, StoreJob
 from kvtide.tiers.disk.files import page_memory, read_fully, write_fully
 from kvtide.tiers.scope import Scope
 from kvtide.tiers.shared_dir.journal import (
     JOURNAL,
+    Cleared,
     ClearedRow,
     Journal,
     KeptRow,
@@ -33,8 +35,12 @@ from kvtide.tiers.shared_dir.journal import (
 from kvtide.tiers.shared_dir.members import Place
 from kvtide.tiers.shared_dir.view import Row
 
+logger = logging.getLogger("kvtide.shared_dir")
+
 _GONE = (errno.ENOENT, errno.ESTALE)
 """How a file system says that somebody else has removed a file."""
+_NOT_OURS = (errno.ENOENT, errno.EACCES, errno.EPERM)
+"""Why one member's journal cannot be read though the place is well."""
 _PART = re.compile(r"[0-9a-f]{2}")
 
 
@@ -95,8 +101,15 @@ class AliveOp:
     """Say that we are there; and see whether the place takes writes."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ClaimOp:
+    """Take another part, the own one being lost; clears hold there too."""
+
+    cleared: Cleared
+
+
 ReadOp: TypeAlias = LookOp | LoadOp
-WriteOp: TypeAlias = StoreOp | FreeOp | ClearOp | SweepOp | AliveOp
+WriteOp: TypeAlias = StoreOp | FreeOp | ClearOp | SweepOp | AliveOp | ClaimOp
 Op: TypeAlias = ReadOp | WriteOp
 
 
@@ -112,6 +125,7 @@ class Ended:
         pieces: what a look has read, by member.
         missing: members whose part is gone.
         journal_bytes: what the own journal takes now.
+        journal: of the part that was taken.
     """
 
     op: Op
@@ -120,6 +134,24 @@ class Ended:
     pieces: dict[bytes, Piece] = field(default_factory=dict)
     missing: list[bytes] = field(default_factory=list)
     journal_bytes: int = 0
+    journal: Journal | None = None
+
+
+def claimed(place: Place) -> Journal:
+    """Take a part whose journal is understood.
+
+    Raises:
+        OSError, KVTideError: nothing can be written there.
+    """
+    others: list[bytes] = []
+    while True:
+        place.claim(others)
+        try:
+            return Journal(place.files, place.at(place.own), place.own)
+        except UnknownFormat as error:
+            logger.warning("shared_dir %s: %s; that part is left alone", place.path, error)
+            place.free()
+            others.append(place.own)
 
 
 class Hands:
@@ -157,6 +189,8 @@ class Hands:
                 self._sweep(op)
             case AliveOp():
                 self._place.alive()
+            case ClaimOp():
+                self._claim(op, ended)
 
     def _path(self, member: bytes, key: bytes) -> str:
         name = key.hex()
@@ -178,9 +212,10 @@ class Hands:
                     self._files, path, op.positions.get(member, Position())
                 )
             except OSError as error:
-                if error.errno not in _GONE:
+                if error.errno in _NOT_OURS:
+                    ended.missing.append(member)
+                elif error.errno != errno.ESTALE:  # replaced while it was read: the next look
                     raise
-                ended.missing.append(member)
             except KVTideError:
                 ended.missing.append(member)  # of another version, or damaged: nothing is known
         ended.missing += op.positions.keys() - set(members)
@@ -207,11 +242,10 @@ class Hands:
         headers = [memory[shard * length :][:length] for shard in range(shards)]
         cells = [memoryview(part).cast("B") for part in job.cells]
         parts = [part for pair in zip(headers, cells, strict=True) for part in pair]
-        descriptor = self._files.open(path, os.O_RDONLY)
+        descriptor = self._files.open(path, os.O_RDONLY | self._place.direct)
         try:
             count = read_fully(self._files, descriptor, parts, 0)
-            with suppress(OSError):  # advice
-                self._files.drop_cached(descriptor, 0, 0)
+            self._drop_cached(descriptor)
         finally:
             self._files.close(descriptor)
         if count != sum(map(len, parts)):
@@ -220,6 +254,12 @@ class Hands:
             codec.verify(headers, cells, record)
         except CorruptRecord as error:
             raise CorruptRecord(f"{path}: {error}") from error
+
+    def _drop_cached(self, descriptor: int) -> None:
+        """The host tier is what caches."""
+        if not self._place.direct:
+            with suppress(OSError):  # advice
+                self._files.drop_cached(descriptor, 0, 0)
 
     # ---- writing
 
@@ -230,12 +270,12 @@ class Hands:
         files.make_directory(os.path.dirname(path))
         temporary = f"{path}.{secrets.token_hex(8)}.tmp"
         try:
-            descriptor = files.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._place.direct
+            descriptor = files.open(temporary, flags)
             try:
                 write_fully(files, descriptor, _parts(op.job), 0)
                 files.sync(descriptor)  # what a server refuses shows here, and not at a close
-                with suppress(OSError):  # advice
-                    files.drop_cached(descriptor, 0, 0)
+                self._drop_cached(descriptor)
             finally:
                 files.close(descriptor)
             files.rename(temporary, path)
@@ -278,6 +318,13 @@ class Hands:
             numbers = (row.sequence for row in piece.rows if isinstance(row, KeptRow))
             known = max(known, piece.sequence, *numbers)
         return known
+
+    def _claim(self, op: ClaimOp, ended: Ended) -> None:
+        journal = claimed(self._place)
+        for scope, up_to in op.cleared.items():
+            journal.clear(ClearedRow(scope, up_to))
+        self._journal.close()
+        self._journal = ended.journal = journal
 
     def _sweep(self, op: SweepOp) -> None:
         own = self._place.own

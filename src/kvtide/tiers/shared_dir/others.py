@@ -8,10 +8,11 @@ Ownership: the node's owner thread.
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvtide.tiers.disk.rows import Kind
-from kvtide.tiers.scope import Scope
 from kvtide.tiers.shared_dir.journal import (
+    Cleared,
     ClearedRow,
     GoneRow,
     KeptRow,
@@ -23,6 +24,9 @@ from kvtide.tiers.shared_dir.journal import (
 )
 from kvtide.tiers.shared_dir.ops import Ended
 from kvtide.tiers.shared_dir.view import Gone, View
+
+if TYPE_CHECKING:
+    from kvtide.tiers.scope import Scope
 
 
 @dataclass(slots=True)
@@ -38,14 +42,13 @@ class _Member:
 class Others:
     """All that is known of the members."""
 
-    def __init__(self, view: View, own: bytes) -> None:
-        self.cleared: dict[Scope, dict[bytes, int]] = {}
+    def __init__(self, view: View) -> None:
+        self.cleared = Cleared()
         self.clearing: list[Scope] = []
-        self.are_more = True
+        self.are_more = False
         """Whether journals have rows that were not read yet."""
         self._is_settled = False
         self._view = view
-        self._own = own
         self._members: dict[bytes, _Member] = {}
 
     def positions(self) -> dict[bytes, Position]:
@@ -57,14 +60,20 @@ class Others:
         return {member: (one.position, one.sequence) for member, one in self._members.items()}
 
     def take_own(self, live: Live) -> None:
-        """What the own journal says at a start."""
-        self.cleared = live.cleared
+        """What the own journal says when its part is taken."""
+        for scope, up_to in live.cleared.items():
+            self.cleared.note(scope, up_to)
         for row in live.kept.values():
-            self._view.add(self._own, live.kinds[row.kind], row)
+            self._view.add(self._view.own, live.kinds[row.kind], row)
 
-    def note_cleared(self, scope: Scope, up_to: dict[bytes, int]) -> None:
-        """Nothing of this scope is found, up to these numbers."""
-        self.cleared[scope] = self.cleared.get(scope, {}) | up_to
+    def change_own(self, own: bytes) -> None:
+        """The own part is another one from now on; what the lost one has is its new owner's to
+        tell."""
+        for member in (self._view.own, own):
+            self._members.pop(member, None)
+            for key in self._view.keys_of(member):
+                self._view.forget(member, key)
+        self._view.own = own
 
     def take(self, ended: Ended) -> list[Gone]:
         """What a look has brought; own records that nobody can reach any more by that."""
@@ -74,7 +83,8 @@ class Others:
             for key in self._view.keys_of(member):
                 gone += self._view.forget(member, key)
         for member, piece in ended.pieces.items():
-            gone += self._take_piece(member, piece)
+            if member != self._view.own:  # which it may have become meanwhile
+                gone += self._take_piece(member, piece)
         self.are_more = any(piece.has_more for piece in ended.pieces.values())
         if not self.are_more and not self._is_settled:
             self._is_settled = True  # what hangs on nothing now hangs on what others evicted
@@ -114,13 +124,11 @@ class Others:
                 return [gone for key in keys for gone in self._view.forget(member, key)]
             case ClearedRow(scope, up_to):
                 if member in up_to:  # what it cleared elsewhere is its own affair
-                    self.note_cleared(scope, {member: up_to[member]})
+                    self.cleared.note(scope, {member: up_to[member]})
                     keys = self._view.keys_of(member, scope)
                     return [gone for key in keys for gone in self._view.forget(member, key)]
         return []
 
     def _is_cleared(self, member: bytes, kind: Kind, sequence: int) -> bool:
-        return any(scope.has(kind.root) for scope in self.clearing) or any(
-            sequence <= up_to.get(member, -1) and scope.has(kind.root)
-            for scope, up_to in self.cleared.items()
-        )
+        is_clearing = any(scope.has(kind.root) for scope in self.clearing)
+        return is_clearing or self.cleared.means(member, kind.root, sequence)

@@ -94,7 +94,12 @@ class Stores:
         return self._records_bytes + 2 * self._journal_bytes + OWNER_BYTES
 
     def take_own(self, journal: Journal) -> None:
-        """The part as it is at a start; its rows are in the view."""
+        """The part as it is when it is taken; what was known of another is forgotten."""
+        assert not self._running, len(self._running)
+        self._freeing.clear()
+        self._to_free.clear()
+        self._is_swept = False
+        self._records_bytes = 0
         self.sequence = journal.live.sequence
         self._journal_bytes = journal.size_bytes
         live = journal.live

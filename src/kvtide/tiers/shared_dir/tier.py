@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvtide.bounds import T_LOAD_MS
-from kvtide.errors import ConfigError, CorruptRecord, KVTideError, UnknownFormat
+from kvtide.errors import ConfigError, CorruptRecord, KVTideError
 from kvtide.tiers.base import (
     Done,
     Found,
@@ -37,9 +37,10 @@ from kvtide.tiers.disk.files import Files, SystemFiles
 from kvtide.tiers.disk.rows import Kind
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.tiers.shared_dir.journal import Journal, Live
-from kvtide.tiers.shared_dir.members import ALIVE_MS, Place
+from kvtide.tiers.shared_dir.members import ALIVE_MS, PartLost, Place
 from kvtide.tiers.shared_dir.ops import (
     AliveOp,
+    ClaimOp,
     ClearOp,
     Ended,
     FreeOp,
@@ -49,6 +50,7 @@ from kvtide.tiers.shared_dir.ops import (
     Op,
     StoreOp,
     SweepOp,
+    claimed,
 )
 from kvtide.tiers.shared_dir.others import Others
 from kvtide.tiers.shared_dir.stores import Stores
@@ -103,7 +105,7 @@ class SharedDirTier:
         self._done: list[Done] = []
         self._loaded: Counter[str] = Counter()
         self._loaded_bytes = 0
-        self._is_closed = self._is_freed = self._is_sweeping = False
+        self._is_closed = self._is_freed = self._is_sweeping = self._is_lost = False
         self._place = Place(str(path.absolute()), files or SystemFiles())
         self._reads = Breaker("reads", f"shared_dir {path}", logger)
         self._writes = Breaker("writes", f"shared_dir {path}", logger)
@@ -114,38 +116,25 @@ class SharedDirTier:
         self._hung: set[Op] = set()
         self._clears: list[ClearOp] = []
         try:
-            self._journal = self._claimed()
+            self._journal = claimed(self._place)
         except (OSError, KVTideError) as error:
             self._place.free()
             raise ConfigError(f"shared_dir {path} cannot be used: {error}") from error
         hands = Hands(self._place, self._journal)
         self._view = View(self._place.own)
-        self._others = Others(self._view, self._place.own)
+        self._others = Others(self._view)
         self._workers = Workers(hands, wake)
         self._stores = Stores(self._view, self._workers, self._end, bytes_max, queue_bytes_max)
         self._begin(hands)
 
-    def _claimed(self) -> Journal:
-        """A part whose journal we understand. Raises OSError, KVTideError."""
-        others: list[bytes] = []
-        while True:
-            self._place.claim(others)
-            own = self._place.own
-            try:
-                return Journal(self._place.files, self._place.at(own), own)
-            except UnknownFormat as error:
-                logger.warning("shared_dir %s: %s; that part is left alone", self.path, error)
-                self._place.free()
-                others.append(own)
-
     def _begin(self, hands: Hands) -> None:
         """Take in what is there; then begin to work."""
         until_s = time.monotonic() + START_S_MAX
-        self._stores.take_own(self._journal)
-        self._others.take_own(self._journal.live)
-        self._journal.live = Live()
+        self._take_own()
         while True:
             ended = hands.run(LookOp(self._others.positions()))
+            if ended.error is not None:
+                break
             self._stores.free(self._others.take(ended))
             if not self._others.are_more or time.monotonic() > until_s:
                 break
@@ -167,6 +156,12 @@ class SharedDirTier:
             1 + len(self._others.positions()),
             self._place.own.hex()[:8],
         )
+
+    def _take_own(self) -> None:
+        """Take in what the part has that was taken."""
+        self._stores.take_own(self._journal)
+        self._others.take_own(self._journal.live)
+        self._journal.live = Live()
 
     # ---- lookups
 
@@ -220,7 +215,7 @@ class SharedDirTier:
             return self._end_load(job, LoadOutcome.ABSENT)
         self._view.touch([row])
         row.holds += 1
-        own = self._place.own
+        own = self._view.own
         members = sorted(row.members, key=lambda member: member != own)
         return self._workers.read(LoadOp(job, row, tuple(members)))
 
@@ -244,7 +239,7 @@ class SharedDirTier:
         for member in op.members:
             if self._view.index.get(op.row.key) is not op.row or member not in op.row.members:
                 continue
-            if member == self._place.own:
+            if member == self._view.own:
                 self._stores.let_go(op.row)
             else:
                 self._stores.free(self._view.remove(op.row, member))
@@ -283,11 +278,15 @@ class SharedDirTier:
         return count
 
     def _take_clear(self, op: ClearOp, ended: Ended) -> None:
+        self._judge_write(ended.error)
+        if op not in self._clears:  # it was tried twice
+            return
         if ended.error is None:
             self._clears.remove(op)
             self._others.clearing.remove(op.scope)
-            self._others.note_cleared(op.scope, op.up_to)
-        self._judge_write(ended.error)
+            self._others.cleared.note(op.scope, op.up_to)
+        elif not self._writes.is_open:
+            self._workers.write(op)
 
     # ---- the owner's loop
 
@@ -325,17 +324,29 @@ class SharedDirTier:
                 self._is_sweeping = False
                 self._stores.take_sweep(ended)
                 self._judge_write(ended.error)
-            case AliveOp():
+            case AliveOp() | ClaimOp():
                 self._take_alive(ended)
 
     def _take_alive(self, ended: Ended) -> None:
         if not self._writes.is_probing:
             self._judge_write(ended.error)
             return
+        self._is_lost = isinstance(ended.error, PartLost)
         self._writes.probed(ended.error, self._now_ms)
+        if ended.journal is not None:
+            self._change_own(ended.journal)
         if ended.error is None:
             for op in self._clears:
                 self._workers.write(op)
+
+    def _change_own(self, journal: Journal) -> None:
+        """Go on in the part that was taken in place of one that was lost."""
+        self._journal = journal
+        self._others.change_own(self._place.own)
+        self._take_own()
+        known, last = self._others.known(), self._stores.sequence
+        self._clears = [ClearOp(op.scope, known, last) for op in self._clears]
+        logger.warning("shared_dir %s: ours is %s now", self.path, self._place.own.hex()[:8])
 
     def _pump(self) -> None:
         if self._writes.is_open or self._is_closed:
@@ -346,7 +357,7 @@ class SharedDirTier:
 
     def _sweep(self) -> None:
         self._is_sweeping = True
-        self._workers.write(SweepOp(set(self._view.keys_of(self._place.own))))
+        self._workers.write(SweepOp(set(self._view.keys_of(self._view.own))))
 
     def tick(self, now_ms: int) -> None:
         self._now_ms = max(self._now_ms, now_ms)
@@ -354,7 +365,8 @@ class SharedDirTier:
         if self._is_closed:
             return
         if self._writes.wants_probe(self._now_ms):
-            self._workers.write(AliveOp())
+            is_claim = self._is_lost and not self._workers.are_writing
+            self._workers.write(ClaimOp(self._others.cleared) if is_claim else AliveOp())
         elif not self._writes.is_open and self._now_ms - self._alive_ms >= ALIVE_MS:
             self._alive_ms = self._now_ms
             self._workers.write(AliveOp())
@@ -404,6 +416,7 @@ class SharedDirTier:
         if error is None:
             self._writes.succeeded()
         elif self._writes.failed(error, self._now_ms):
+            self._is_lost = isinstance(error, PartLost)
             self._stores.take_back(StoreOutcome.BROKEN)
 
     # ---- numbers and the end

@@ -119,6 +119,13 @@ class Workers:
         with self._lock:
             return {op for op in self._running if isinstance(op, LookOp | LoadOp)}
 
+    @property
+    def are_writing(self) -> bool:
+        """Whether changes are queued, or begun and not ended."""
+        with self._lock:
+            reads = LookOp | LoadOp
+            return bool(self._writes) or any(not isinstance(op, reads) for op in self._running)
+
     def stop(self, timeout_s: float) -> bool:
         """Carry out what is queued, end the threads; whether all ended within this time."""
         with self._lock:
