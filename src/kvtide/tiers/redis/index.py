@@ -20,6 +20,7 @@ from kvtide.tiers.redis.resp import Connection, Reply, ServerError
 from kvtide.tiers.redis.routes import Routes
 from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.census import Census
+from kvtide.tiers.remote.session import Put
 from kvtide.tiers.scope import Scope
 
 VERSION = 1
@@ -62,7 +63,6 @@ class Sent:
     """A call that was sent: its answer is the next on its connection."""
 
     command: list[bytes]
-    removed_bytes: int
     connection: Connection
 
 
@@ -70,6 +70,7 @@ class Sent:
 class Begun:
     """What a store needs to go on: `why` not, or the life of its kind."""
 
+    record: Record
     why: str
     life: bytes
 
@@ -149,14 +150,15 @@ class Index:
             raise _nonsense(reply)
         return reply or None
 
-    def begin(self, record: Record, write_id: bytes, *, is_full: bool) -> Begun:
+    def begin(self, put: Put, *, is_full: bool = False) -> Sent:
         """Set room aside for a record; where the server itself is full, as much as is taken."""
+        record = put.record
         bytes_max = self._bytes_max
         if is_full:
             bytes_max = min(bytes_max, max(self._census.bytes_used, taken_bytes(record)))
         kind, root = kind_of(record.root, record.layout), record.root
-        ids, taken = _parts_of(record, write_id)
-        reply = self._call(
+        ids, taken = _parts_of(record, put.write_id)
+        return self._sent(
             b"begin",
             kind,
             root.fingerprint + root.salt_digest,
@@ -169,10 +171,14 @@ class Index:
             taken,
             b"%d" % bytes_max,
         )
+
+    def begun(self, sent: Sent, put: Put) -> Begun:
+        """What `begin` came to."""
+        reply = self._answered(sent)
         match reply:
             case [bytes() as why, bytes() as life, int(evicted)]:
                 self._census.evicted_more(evicted)
-                return Begun(why.decode(), life)
+                return Begun(put.record, why.decode(), life)
         raise _nonsense(reply)
 
     def complete(
@@ -250,11 +256,12 @@ class Index:
 
     def _sent(self, *arguments: bytes) -> Sent:
         op, *rest = arguments
-        removed = bytes(self._removed)
+        removed = bytes(self._removed)  # if this call fails, they are found loose in a minute
+        self._removed.clear()
         command = [b"%d" % len(self._keys), *self._keys, op, removed, *rest]
         connection = self._routes.of(self._keys[0])
         connection.send(b"EVALSHA", _SHA, *command)
-        return Sent(command, len(removed), connection)
+        return Sent(command, connection)
 
     def _answered(self, sent: Sent) -> Reply:
         reply = sent.connection.read()
@@ -268,7 +275,6 @@ class Index:
             raise self._routes.judge(self._keys[0], reply)
         match reply:
             case [int(is_whole), int(taken), bytes() as victims, bytes() as kinds, result]:
-                del self._removed[: sent.removed_bytes]
                 if not is_whole:
                     self._census.counted({})
                 self._census.said(taken, _cut(kinds, _KIND_BYTES))

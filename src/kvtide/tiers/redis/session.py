@@ -1,6 +1,7 @@
 """A thread's client of one deployment: records as parts and a row of the index.
 
-    store   begin ─► parts, complete       nobody finds it before the last step
+    store   begin ─► parts, complete       nobody finds it before the last step; the next one's
+                                           begin goes with it, so a row of stores waits once each
     load    locate, parts ─► proven        parts are asked for by a hint, which the index confirms
 
 A part's name holds its write's random id, so no two writers ever touch the same one. A record is
@@ -8,21 +9,21 @@ there from the one call that puts its row into the index; a kill before it leave
 index knows as loose, which are removed by whoever stores next, a minute later.
 """
 
-import functools
 import ssl
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
 from kvtide.core.records import Record
 from kvtide.errors import CorruptRecord, PlaceFailed
 from kvtide.redis_address import Address
 from kvtide.tiers.base import LoadOutcome, LookupJob, StoreOutcome
-from kvtide.tiers.redis.index import Index, WriteIds
+from kvtide.tiers.redis.index import Begun, Index, WriteIds
 from kvtide.tiers.redis.resp import Connection, ServerError
 from kvtide.tiers.redis.routes import REDIRECTS_MAX, Limits, Redirected, Routes
 from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.census import Census
+from kvtide.tiers.remote.session import Put
 from kvtide.tiers.scope import Scope
 
 Result = TypeVar("Result")
@@ -64,6 +65,7 @@ class RedisSession:
         self._routes = Routes(address, tls, limits)
         self._known = known
         self._index = Index(self._routes, census, known, prefix, bytes_max)
+        self._begun: dict[bytes, Begun] = {}
 
     # ---- the calls of a session
 
@@ -73,15 +75,8 @@ class RedisSession:
     def load(self, record: Record, cells: Sequence[memoryview]) -> LoadOutcome:
         return self._called(lambda: self._load(record, cells), self._limits.call_s)
 
-    def store(
-        self,
-        record: Record,
-        write_id: bytes,
-        cells: Sequence[memoryview],
-        headers: Callable[[], Sequence[memoryview]],
-    ) -> StoreOutcome:
-        work = functools.partial(self._store, record, write_id, cells, headers)
-        return self._called(work, self._limits.put_s)
+    def store(self, put: Put, following: Put | None) -> StoreOutcome:
+        return self._called(lambda: self._store(put, following), self._limits.put_s)
 
     def clear(self, scope: Scope) -> int:
         return self._called(lambda: self._index.clear(scope), self._limits.call_s)
@@ -169,64 +164,54 @@ class RedisSession:
                 self._ask_ahead(reading, under_way)
         return is_there
 
-    def _store(
-        self,
-        record: Record,
-        write_id: bytes,
-        cells: Sequence[memoryview],
-        headers: Callable[[], Sequence[memoryview]],
-    ) -> StoreOutcome:
-        why = self._tried(record, write_id, cells, headers, is_full=False)
+    def _store(self, put: Put, following: Put | None) -> StoreOutcome:
+        for write_id in [one for one in self._begun if one != put.write_id]:
+            self._index.abandon(self._begun.pop(write_id).record, write_id)
+        why = self._tried(put, following, is_full=False)
         if why == "no_parts":  # what the server has room for is less than the cap
-            why = self._tried(record, write_id, cells, headers, is_full=True)
+            why = self._tried(put, None, is_full=True)
         return _WHY[why]
 
-    def _tried(
-        self,
-        record: Record,
-        write_id: bytes,
-        cells: Sequence[memoryview],
-        headers: Callable[[], Sequence[memoryview]],
-        *,
-        is_full: bool,
-    ) -> str:
+    def _tried(self, put: Put, following: Put | None, *, is_full: bool) -> str:
         """What the index says to it in the end; "no_parts": the server had no memory for them."""
-        begun = self._index.begin(record, write_id, is_full=is_full)
+        record, write_id = put.record, put.write_id
+        begun = self._begun.pop(write_id, None) or self._begin(put, is_full=is_full)
         while begun.why == "more":
             self._remove_victims()
-            begun = self._index.begin(record, write_id, is_full=is_full)
-        self._remove_victims()
+            begun = self._begin(put, is_full=is_full)
         if begun.why != "go":
+            self._remove_victims()
             return begun.why
         lengths = parts.lengths_of(record)
         names = self._index.names(write_id, len(lengths))
-        sent = self._put(names, parts.cut(headers(), cells, lengths))
-        completing = None
+        sent = self._unlink_victims()
+        for name, pieces in zip(names, parts.cut(put.headers(), put.cells, lengths), strict=True):
+            sent.append((name, self._routes.of(name)))
+            sent[-1][1].send(b"SET", name, pieces)
+        why = "no_parts"
         if self._routes.are_one:  # in order on one server, which looks for them
             completing = self._index.complete(record, write_id, begun.life, names)
-        refused = self._refusal(sent)
-        if completing is None and refused is None:
-            completing = self._index.complete(record, write_id, begun.life, ())
-        why = "no_parts"
-        if completing is not None:
+            beginning = None if following is None else self._index.begin(following)
+            refused = self._refusal(sent)
+            self._index.are_removed()
             why = self._index.completed(completing, record, write_id)
+            if following is not None and beginning is not None:
+                self._begun[following.write_id] = self._index.begun(beginning, following)
         else:
-            self._index.abandon(record, write_id)
+            refused = self._refusal(sent)
+            self._index.are_removed()
+            if refused is None:
+                completing = self._index.complete(record, write_id, begun.life, ())
+                why = self._index.completed(completing, record, write_id)
+            else:
+                self._index.abandon(record, write_id)
         self._remove_victims()
         if refused is not None and refused.code != "OOM":
             raise PlaceFailed(str(refused))
         return why
 
-    def _put(
-        self, names: Sequence[bytes], values: Iterable[list[memoryview]]
-    ) -> list[tuple[bytes, Connection]]:
-        """Send parts, one behind the other; their answers are still to come."""
-        sent = []
-        for name, pieces in zip(names, values, strict=True):
-            connection = self._routes.of(name)
-            connection.send(b"SET", name, pieces)
-            sent.append((name, connection))
-        return sent
+    def _begin(self, put: Put, *, is_full: bool) -> Begun:
+        return self._index.begun(self._index.begin(put, is_full=is_full), put)
 
     def _refusal(self, sent: Sequence[tuple[bytes, Connection]]) -> ServerError | None:
         """What the first that was refused was refused with."""
@@ -242,13 +227,14 @@ class RedisSession:
 
     def _remove_victims(self) -> None:
         """Parts that the index has given up; those that are gone already are no error."""
-        victims = self._index.victims
-        sent = []
-        for name in victims:
-            connection = self._routes.of(name)
-            connection.send(b"UNLINK", name)
-            sent.append((name, connection))
-        refused = self._refusal(sent)
+        refused = self._refusal(self._unlink_victims())
         if refused is not None:
             raise PlaceFailed(str(refused))
         self._index.are_removed()
+
+    def _unlink_victims(self) -> list[tuple[bytes, Connection]]:
+        sent = []
+        for name in self._index.victims:
+            sent.append((name, self._routes.of(name)))
+            sent[-1][1].send(b"UNLINK", name)
+        return sent

@@ -8,6 +8,7 @@ cells any more. It reports what it learns of numbers to the `Census` it was give
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvtide.bounds import T_LOAD_MS, T_PUT_MS
@@ -23,6 +24,23 @@ CONNECT_S_MAX = 1.0
 """One lost packet of a handshake is sent again within it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Put:
+    """What a store sends.
+
+    Attributes:
+        record: what it is.
+        write_id: 16 random bytes, of this write alone.
+        cells: for each shard, the memory of its blocks.
+        headers: gives those of all shards, made for this write; ready, or soon.
+    """
+
+    record: Record
+    write_id: bytes
+    cells: Sequence[memoryview]
+    headers: Callable[[], Sequence[memoryview]]
+
+
 class Session(Protocol):
     """A client of one place, for one thread. Each call raises PlaceFailed where the place does
     not do what it is asked to; it has no connection with an unread answer then."""
@@ -34,18 +52,11 @@ class Session(Protocol):
         """LOADED, and each byte is proven; ABSENT; or CORRUPT. In both latter cases the record
         and what lies behind it are gone."""
 
-    def store(
-        self,
-        record: Record,
-        write_id: bytes,
-        cells: Sequence[memoryview],
-        headers: Callable[[], Sequence[memoryview]],
-    ) -> StoreOutcome:
+    def store(self, put: Put, following: Put | None) -> StoreOutcome:
         """STORED, HELD, NOT_ANCHORED, NO_ROOM, or FAILED: its name has other content. Nothing is
         sent of what is there. It is found once it is complete, and evicts what it must.
 
-        `headers` gives those of all shards, made for this write of 16 random bytes; they are
-        ready, or will soon be.
+        `following` is what will be stored next, if nothing comes between.
         """
 
     def clear(self, scope: Scope) -> int:

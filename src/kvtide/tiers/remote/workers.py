@@ -28,7 +28,7 @@ from kvtide.errors import ConfigError, PlaceFailed
 from kvtide.tiers.base import LoadJob, LoadOutcome, LookupJob, StoreJob, StoreOutcome
 from kvtide.tiers.pending import Pending
 from kvtide.tiers.remote import parts
-from kvtide.tiers.remote.session import Session
+from kvtide.tiers.remote.session import Put, Session
 from kvtide.tiers.scope import Scope
 
 logger = logging.getLogger("kvtide.tiers")
@@ -121,6 +121,7 @@ class Workers:
         self._clears: deque[ClearOp] = deque()
         self._probes: deque[ProbeOp] = deque()
         self._summing: StoreOp | None = None
+        self._is_storing = False
         self._is_clear_due = False
         self._is_dirty = False
         self._is_stopping = False
@@ -238,6 +239,7 @@ class Workers:
         ended = self._ended(session, op)
         with self._lock:
             self._busy -= 1
+            self._is_storing &= not isinstance(op, StoreOp)
             self._for_quiet.notify_all()
         if ended is not None:
             self.results.append(ended)
@@ -276,6 +278,9 @@ class Workers:
             return None
         self._busy += 1
         op: Op = queue.popleft()
+        if isinstance(op, StoreOp):
+            self._is_storing = True
+            self._for_sums.notify()
         return op
 
     def _ended(self, session: Session, op: Op) -> Ended | None:
@@ -297,14 +302,15 @@ class Workers:
                 return Ended(op, found=found, may_go_on=may_go_on)
             case LoadOp(job):
                 return Ended(op, outcome=session.load(job.record, job.cells))
-            case StoreOp(job) as op:
+            case StoreOp() as op:
                 self._clear_all(session)
                 self._sweep(session)
                 if op.is_doomed:
                     return Ended(op, outcome=StoreOutcome.NOT_ANCHORED)
-                headers = functools.partial(self._headers, op)
-                outcome = session.store(job.record, op.write_id, job.cells, headers)
-                return Ended(op, outcome=outcome)
+                with self._lock:
+                    after = self._stores[0] if self._stores and not self._clears else None
+                following = None if after is None or after.is_doomed else self._put(after)
+                return Ended(op, outcome=session.store(self._put(op), following))
             case ProbeOp():
                 self._clear_all(session)
                 session.survey()
@@ -318,6 +324,10 @@ class Workers:
         return None
 
     # ---- headers
+
+    def _put(self, op: StoreOp) -> Put:
+        headers = functools.partial(self._headers, op)
+        return Put(op.job.record, op.write_id, op.job.cells, headers)
 
     def _headers(self, op: StoreOp) -> list[memoryview]:
         """Of a store that is being sent; another thread may be making them."""
@@ -347,7 +357,9 @@ class Workers:
         return True
 
     def _unsummed(self) -> StoreOp | None:
-        return next((op for op in self._stores if op.headers is None), None)
+        """The next one without; while nothing is sent, the first is about to be."""
+        waiting = self._stores if self._is_storing else ()
+        return next((op for op in waiting if op.headers is None), None)
 
     def _sweep(self, session: Session) -> None:
         if self._is_dirty:
