@@ -13,6 +13,7 @@ import pytest
 from kvtide.core.records import Record
 from kvtide.redis_address import Address, parse_address
 from kvtide.testing import redis_servers
+from kvtide.testing.proxy import Proxy
 from kvtide.testing.redis_servers import Server
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
@@ -260,3 +261,21 @@ def test_slots_are_those_of_the_servers(cluster: list[Server]) -> None:
     """Tags, empty tags, and none."""
     for key in (b"a", b"kvtide:1:00:0", b"x{tag}y", b"x{}y", b"x{y", b"{a}{b}", b"x}{y}", b""):
         assert cluster[0].ask(b"CLUSTER", b"KEYSLOT", key) == slot_of(key), key
+
+
+def test_a_tier_over_tls_closes_while_the_server_says_nothing(
+    secure: Server, tmp_path: Path
+) -> None:
+    """What it was asked for ends as closed, and its cells are left alone."""
+    tls = tls_context(tmp_path / "good-ca.crt", tmp_path / "good.crt", tmp_path / "good.key")
+    proxy = Proxy("127.0.0.1", secure.port)
+    address = Address((("127.0.0.1", proxy.port),), is_tls=True)
+    with driven(address, tls=tls) as tier:
+        tier.keep(CHAIN[:1])
+        with proxy.stalled():
+            loads = [tier.submit_load(CHAIN[0]) for _ in range(4)]
+            store = tier.submit_store(CHAIN[1])
+            tier.close(1.0)
+            assert {tier.loaded(job) for job in loads} == {LoadOutcome.CLOSED}
+            assert tier.stored(store) is StoreOutcome.CLOSED
+    proxy.close()

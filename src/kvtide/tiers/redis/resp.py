@@ -77,7 +77,8 @@ class Connection:
     def interrupt(self) -> None:
         """From another thread: whoever waits for it is told that it has ended."""
         with suppress(OSError):  # it has ended by itself
-            self._sock.shutdown(socket.SHUT_RDWR)
+            # Not that of an SSLSocket, which first takes its encryption away from who is sending.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """For good."""
