@@ -11,6 +11,7 @@ Rejected: several tables merged at import (then names depend on what was importe
 """
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -115,15 +116,15 @@ def read(
         shown=tuple(
             Effective(
                 name=key.name,
-                value=key.shown(values[key.name]),
+                value=key.show(values[key.name]),
                 owner=key.owner,
                 source=last[key.name].source if key.name in last else "default",
-                default=key.shown(key.default),
+                default=key.show(key.default),
             )
             for key in KEYS
         ),
         node_environment={
-            given.key.variable: str(given.raw)
+            given.key.variable: _as_text(given.raw)
             for given in _from_extra(extra or {})
             if given.key.owner == "node"
         },
@@ -148,6 +149,11 @@ def _check_together(values: Mapping[str, object], last: Mapping[str, _Given]) ->
             f"{last['tiers'].source} sets tiers, and {last['disk_path'].source} disk_path, which"
             " is short for one of them; give one of the two"
         )
+
+
+def _as_text(raw: object) -> str:
+    """As it would stand in a variable, where lists are JSON."""
+    return json.dumps(raw) if isinstance(raw, list | dict) else str(raw)
 
 
 def _owned(values: Mapping[str, Any], owner: Owner) -> dict[str, Any]:

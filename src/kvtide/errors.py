@@ -34,3 +34,7 @@ class CorruptRecord(KVTideError):
 
 class UnknownFormat(KVTideError):
     """Bytes from below the host are of another version of kvtide: left alone, never guessed at."""
+
+
+class PlaceFailed(KVTideError):
+    """A server below the host did not do what it was asked to, or did not answer in time."""

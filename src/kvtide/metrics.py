@@ -15,8 +15,9 @@ from typing import Any
 BUCKETS_US = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000)
 """Upper bounds of the buckets of every duration, in microseconds."""
 
-LABELS_MAX = 64
-"""Values of one label; engines name them, and a scraper keeps every one that it has ever seen."""
+LABELS_MAX = 128
+"""Values of the labels of one metric: a scraper keeps every one that it has ever seen, and engines
+name some. Eight tiers with eleven outcomes of a store are 88."""
 OTHER = "other"
 _LABEL = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
@@ -195,6 +196,14 @@ METRICS = (
         "tier_evicted.",
         ("tier",),
         is_nodes=True,
+    ),
+    Metric(
+        "kvtide_tier_healthy",
+        "gauge",
+        "1 where a tier is on and has not failed at all that it was asked for two minutes, else 0;"
+        " `kvtide status` says what is wrong.",
+        "is_healthy",
+        ("tier",),
     ),
     Metric("kvtide_tier_used_bytes", "gauge", "Bytes in a tier.", "bytes_used", ("tier",)),
     Metric("kvtide_tier_max_bytes", "gauge", "Cap of a tier.", "bytes_max", ("tier",)),

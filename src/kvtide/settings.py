@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kvtide import tier_values, values
+from kvtide import tier_entries, tier_values, values
+from kvtide.tier_entries import TierEntry
 
 Owner = Literal["node", "engine"]
 
@@ -28,16 +29,16 @@ class NodeConfig:
     disk_bytes_max: int | Literal["auto"] | None  # bytes; auto: 80 % of what is free there
     disk_write: Literal["through", "on_reuse", "on_eviction"]
     disk_sync: Literal["none", "sealed", "each"]
-    tiers: tuple[tier_values.DiskConfig, ...] | None  # in the order in which they are asked
+    tiers: tuple[TierEntry, ...] | None = field(repr=False)  # in the order of asking
     load_policy: Literal["estimate", "always"]
 
     @property
-    def disks(self) -> tuple[tier_values.DiskConfig, ...]:
-        """The disks below host memory, however they were given."""
+    def places(self) -> tuple[TierEntry, ...]:
+        """All places below host memory, however they were given, in the order of asking."""
         if self.disk_path is None or self.disk_bytes_max is None:
             return self.tiers or ()
-        path, size = self.disk_path, self.disk_bytes_max
-        return (tier_values.DiskConfig(path, size, self.disk_write, self.disk_sync),)
+        size = self.disk_bytes_max
+        return (tier_values.disk_entry(self.disk_path, size, self.disk_write, self.disk_sync),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +65,12 @@ class Key:
     doc: str
     show: Callable[[object], str] = values.show
     secret: bool = False
+    """Whether what was given for it is never printed; `show` says what may be."""
 
     @property
     def variable(self) -> str:
         """Its name in the environment."""
         return ENVIRONMENT_PREFIX + self.name.upper()
-
-    def shown(self, value: object) -> str:
-        """The value as `kvtide config show` and logs may print it."""
-        return "set, not shown" if self.secret and value is not None else self.show(value)
 
 
 KEYS = (
@@ -118,12 +116,13 @@ KEYS = (
         accepts="text without spaces, at most 1024 ASCII characters",
         doc="Bearer token for `/status`. Not given: `/status` is refused; the other two pages"
         " never need one. Useless, so an error, without `http_address`.",
+        show=values.show_secret,
         secret=True,
     ),
     Key(
         "disk_path",
         default=None,
-        parse=tier_values.parse_disk_path,
+        parse=tier_values.parse_path,
         owner="node",
         accepts="an absolute path, such as /mnt/nvme/kvtide",
         doc="Directory, made if need be, where the node keeps KV cache on disk: what it holds is"
@@ -144,7 +143,7 @@ KEYS = (
     Key(
         "disk_write",
         default="through",
-        parse=values.one_of(*tier_values.DISK_WRITE),
+        parse=values.one_of(*tier_entries.WRITE),
         owner="node",
         accepts="`through`, `on_reuse` or `on_eviction`",
         doc="When a chunk is written to disk: as soon as it is stored; when it is matched for the"
@@ -168,11 +167,11 @@ KEYS = (
         owner="node",
         accepts="a list, such as `[{type: disk, path: /mnt/nvme/kvtide, bytes_max: 2TiB}]`; JSON"
         " in the environment",
-        doc="The places below host memory, in the order in which they are asked; one disk, for"
-        " now. An entry of type `disk` has `path`, `bytes_max`, `write` and `sync`: what"
-        " `disk_path`, `disk_bytes_max`, `disk_write` and `disk_sync` say in short. Giving both"
-        " is an error.",
-        show=tier_values.show_tiers,
+        doc="The places below host memory, in the order in which they are asked, nearest first;"
+        " [Tiers](#tiers) says what an entry of each type may name. One disk alone may be given as"
+        " `disk_path` instead; giving both is an error.",
+        show=tier_entries.show,
+        secret=True,
     ),
     Key(
         "load_policy",

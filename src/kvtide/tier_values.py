@@ -1,58 +1,156 @@
-"""Values of settings that speak of tiers: a path, a cap, or a list of places."""
+"""Options of the tiers that come with kvtide: what an entry of `tiers` of each type may say.
 
-import difflib
+A type is a row in `BUILT_IN` here, and one in `kvtide.tiers.registry`, which says where it is.
+"""
+
 import json
-from dataclasses import dataclass
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
+from kvtide import tier_entries
+from kvtide.redis_address import parse_address
+from kvtide.tier_entries import Option, TierEntry
 from kvtide.units import MiB, parse_bytes
 from kvtide.values import one_of, show_bytes
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+BYTES_MIN = 64 * MiB  # a few chunks of a small model
 
-DISK_BYTES_MIN = 64 * MiB  # a few chunks of a small model
-
-DISK_WRITE = ("through", "on_reuse", "on_eviction")
+PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""Without what separates the parts of a key, or makes a server look at a part alone."""
 DISK_SYNC = ("none", "sealed", "each")
 
 
-def parse_disk_path(raw: object) -> Path:
+def parse_path(raw: object) -> Path:
     """An absolute path."""
     if not isinstance(raw, str) or not Path(raw).is_absolute():
         raise ValueError("not an absolute path")
     return Path(raw)
 
 
-def parse_disk_bytes(raw: object) -> int | Literal["auto"]:
-    """A size, or `auto`."""
-    if raw == "auto":
-        return "auto"
+def parse_bytes_max(raw: object) -> int:
+    """A size that is of use."""
     size = parse_bytes(raw)
-    if size < DISK_BYTES_MIN:
+    if size < BYTES_MIN:
         raise ValueError(f"{size} bytes is too little to be of use; give at least 64MiB")
     return size
 
 
-@dataclass(frozen=True, slots=True)
-class DiskConfig:
-    """A disk as a tier.
-
-    Attributes:
-        path: of its directory.
-        bytes_max: the cap; `auto` is 80 % of what is free there.
-        write: when a chunk is written.
-        sync: when the drive is told to make it durable.
-    """
-
-    path: Path
-    bytes_max: int | Literal["auto"]
-    write: str = "through"
-    sync: str = "sealed"
+def parse_prefix(raw: object) -> str:
+    """What keys of a server begin with."""
+    if not isinstance(raw, str) or not PREFIX.fullmatch(raw):
+        raise ValueError("not such a word")
+    return raw
 
 
-def parse_tiers(raw: object) -> tuple[DiskConfig, ...]:
+def parse_disk_bytes(raw: object) -> int | Literal["auto"]:
+    """A size, or `auto`."""
+    return "auto" if raw == "auto" else parse_bytes_max(raw)
+
+
+DISK = (
+    Option(
+        "path",
+        parse=parse_path,
+        accepts="an absolute path",
+        doc="As `disk_path`.",
+    ),
+    Option(
+        "bytes_max",
+        parse=parse_disk_bytes,
+        accepts="a size, or `auto`",
+        doc="As `disk_bytes_max`.",
+        show=show_bytes,
+    ),
+    Option(
+        "sync",
+        parse=one_of(*DISK_SYNC),
+        accepts="`none`, `sealed` or `each`",
+        doc="As `disk_sync`.",
+        default="sealed",
+    ),
+)
+
+SHARED_DIR = (
+    Option(
+        "path",
+        parse=parse_path,
+        accepts="an absolute path",
+        doc="Directory that several machines mount, each as the same user; made if need be.",
+    ),
+    Option(
+        "bytes_max",
+        parse=parse_bytes_max,
+        accepts="a size",
+        doc="Most bytes of the files that this node keeps there; others have caps of their own.",
+        show=show_bytes,
+    ),
+)
+
+REDIS = (
+    Option(
+        "url",
+        parse=parse_address,
+        accepts="`redis://user:password@host:port/0`, `rediss://…` with TLS, or `unix:///path`",
+        doc="A server, any of a cluster's servers (`host,host`), or the Sentinels and what they"
+        " call it (`redis://host:26379,host:26379/name`). The password is never shown.",
+        show=str,
+        secret=True,
+    ),
+    Option(
+        "bytes_max",
+        parse=parse_bytes_max,
+        accepts="a size",
+        doc="Most bytes of memory that records take there, of all nodes together. Give all the"
+        " same; the server's own `maxmemory` should be a tenth above.",
+        show=show_bytes,
+    ),
+    Option(
+        "prefix",
+        parse=parse_prefix,
+        accepts="letters, digits, `_`, `.`, `-`",
+        doc="What all keys begin with. Nodes of one prefix share records.",
+        default="kvtide",
+    ),
+    Option(
+        "password_file",
+        parse=parse_path,
+        accepts="an absolute path",
+        doc="A file whose first line is the password, in place of one in the URL.",
+        default=None,
+    ),
+    Option(
+        "ca_file",
+        parse=parse_path,
+        accepts="an absolute path",
+        doc="For TLS: the certificates that are trusted, in place of the system's.",
+        default=None,
+    ),
+    Option(
+        "cert_file",
+        parse=parse_path,
+        accepts="an absolute path",
+        doc="For TLS: this node's certificate, where the server wants one.",
+        default=None,
+    ),
+    Option(
+        "key_file",
+        parse=parse_path,
+        accepts="an absolute path",
+        doc="For TLS: the key of `cert_file`, if that does not hold it too.",
+        default=None,
+    ),
+)
+
+BUILT_IN: dict[str, tuple[Option, ...]] = {
+    "disk": DISK,
+    "shared_dir": SHARED_DIR,
+    "redis": REDIS,
+}
+"""Types of ours, in the order of docs/configuration.md, and what each may be told."""
+
+
+def parse_tiers(raw: object) -> tuple[TierEntry, ...]:
     """A list of tiers, in YAML, or as JSON text."""
     if isinstance(raw, str):
         try:
@@ -61,41 +159,11 @@ def parse_tiers(raw: object) -> tuple[DiskConfig, ...]:
             raise ValueError("not a list in JSON") from None
     if not isinstance(raw, list):
         raise ValueError("not a list")  # noqa: TRY004 - as of all parsers
-    tiers = tuple(_parse_tier(entry) for entry in raw)
-    if len(tiers) > 1:
-        raise ValueError("more than one disk; give one")
-    return tiers
+    entries = [tier_entries.parse(one, BUILT_IN, tier_entries.installed) for one in raw]
+    return tier_entries.checked_together(entries)
 
 
-def _parse_tier(raw: object) -> DiskConfig:
-    if not isinstance(raw, dict) or raw.get("type") != "disk":
-        raise ValueError("an entry without `type: disk`, the only type there is")
-    parsers: dict[str, Callable[[object], Any]] = {
-        "path": parse_disk_path,
-        "bytes_max": parse_disk_bytes,
-        "write": one_of(*DISK_WRITE),
-        "sync": one_of(*DISK_SYNC),
-    }
-    given = {name: value for name, value in raw.items() if name != "type"}
-    for name in given:
-        if name not in parsers:
-            near = difflib.get_close_matches(str(name), parsers, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(parsers)}"
-            raise ValueError(f"a disk has no {name!r}; {hint}")
-    missing = {"path", "bytes_max"} - given.keys()
-    if missing:
-        raise ValueError(f"a disk without {' and '.join(sorted(missing))}")
-    parsed = {}
-    for name, value in given.items():
-        try:
-            parsed[name] = parsers[name](value)
-        except ValueError as error:
-            raise ValueError(f"{name} {value!r} of a disk: {error}") from None
-    return DiskConfig(**parsed)
-
-
-def show_tiers(value: object) -> str:
-    """Each in a few words."""
-    if not isinstance(value, tuple) or not value:
-        return "not set"
-    return ", ".join(f"disk {one.path}, {show_bytes(one.bytes_max)}" for one in value)
+def disk_entry(path: Path, bytes_max: int | str, write: str, sync: str) -> TierEntry:
+    """What `disk_path` and its like say in short."""
+    raw = {"path": str(path), "bytes_max": bytes_max, "write": write, "sync": sync}
+    return tier_entries.parse({"type": "disk", **raw}, BUILT_IN, tuple)

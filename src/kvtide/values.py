@@ -125,3 +125,8 @@ def show_bytes(value: object) -> str:
 def show_host_bytes(value: object) -> str:
     """A size in both units."""
     return f"{format_bytes(value)} ({value} bytes)" if isinstance(value, int) else "auto"
+
+
+def show_secret(value: object) -> str:
+    """Whether there is one."""
+    return "not set" if value is None else "set, not shown"

@@ -18,6 +18,7 @@ from kvtide.node import build, runtime
 from kvtide.node.memory import RegionFiles, allocate
 from kvtide.testing.memory_tier import MemoryTier
 from kvtide.tiers.base import Done
+from kvtide.tiers.disk import opening
 from kvtide.units import MiB
 from kvtide.wire.places import Places
 from tests.node.test_runtime import fresh_machine
@@ -115,15 +116,13 @@ def test_a_disk_that_does_not_answer_does_not_keep_a_node_from_serving(
     may_end, closed = threading.Event(), threading.Semaphore(0)
 
     class Stuck:
-        name = "disk"
-
         def __init__(self, *_: object, **__: object) -> None:
             assert may_end.wait(20)
 
         def close(self, timeout_s: float) -> None:
             closed.release()
 
-    monkeypatch.setattr(build, "DiskTier", Stuck)
+    monkeypatch.setattr(opening, "DiskTier", Stuck)
     monkeypatch.setattr(build, "OPEN_S_MAX", 0.1)
     given = {"KVTIDE_DISK_PATH": str(tmp_path / "disk"), "KVTIDE_DISK_BYTES_MAX": "1GiB"}
     node = config.read(environ=given).node
@@ -141,12 +140,10 @@ def test_a_fault_at_a_disks_start_costs_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken:
-        name = "disk"
-
         def __init__(self, *_: object, **__: object) -> None:
             raise KeyError("a bug")
 
-    monkeypatch.setattr(build, "DiskTier", Broken)
+    monkeypatch.setattr(opening, "DiskTier", Broken)
     given = {"KVTIDE_DISK_PATH": str(tmp_path / "disk"), "KVTIDE_DISK_BYTES_MAX": "1GiB"}
     node = config.read(environ=given).node
     assert build.open_tiers(node, 1 << 30, build.Way.LAUNCHED, lambda: None) == []
@@ -156,11 +153,11 @@ def test_auto_counts_what_is_free_and_what_is_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of others in the directory are neither."""
-    monkeypatch.setattr(build.shutil, "disk_usage", lambda _: SimpleNamespace(free=10 * MiB))
+    monkeypatch.setattr(opening.shutil, "disk_usage", lambda _: SimpleNamespace(free=10 * MiB))
     (tmp_path / "others").write_bytes(bytes(MiB))
-    assert build._disk_bytes(tmp_path, "auto") == int(10 * MiB * build.DISK_RATIO_AUTO)
+    assert opening.bytes_of(tmp_path, "auto") == int(10 * MiB * opening.RATIO_AUTO)
     with (tmp_path / "00000001.segment").open("wb") as file:
         file.write(bytes(MiB))
         file.flush()
         os.fsync(file.fileno())  # else the file system may not count it yet
-    assert build._disk_bytes(tmp_path, "auto") == int(11 * MiB * build.DISK_RATIO_AUTO)
+    assert opening.bytes_of(tmp_path, "auto") == int(11 * MiB * opening.RATIO_AUTO)

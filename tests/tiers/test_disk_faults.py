@@ -14,7 +14,7 @@ from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
-from kvtide.tiers.disk.breaker import FAILURES_MAX
+from kvtide.tiers.breaker import FAILURES_MAX
 from kvtide.units import KiB, MiB
 from tests.tiers.disk_place import (
     ROOT,

@@ -19,6 +19,7 @@ COMMANDS = {
     "logs": ("kvtide.cli.logs", "Show the end of the node's log."),
     "doctor": ("kvtide.cli.doctor", "Look for what keeps kvtide from working well here."),
     "disk": ("kvtide.cli.disk", "Look at the directory of a disk tier, and prove it."),
+    "tier": ("kvtide.cli.tier", "Try the places below host memory."),
     "config": ("kvtide.cli.config", "Show settings and where they come from."),
 }
 """Module and line of help of each command, in the order of the page of help; the lines are those

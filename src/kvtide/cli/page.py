@@ -29,14 +29,16 @@ def page(status: Status, directory: str) -> str:
         "drops": _by_reason(status["counts"], "drop."),
         "evictions": [_listed(status["evicted"])],
     }
-    for name, tier in status["tiers"].items():
-        sections[name] = _tier(name, tier, status["counts"], status["node"]["uptime_s"])
-    return "\n".join(_laid_out(sections))
+    tiers = [
+        (name, _tier(name, tier, status["counts"], status["node"]["uptime_s"]))
+        for name, tier in status["tiers"].items()
+    ]
+    return "\n".join(_laid_out([*sections.items(), *tiers]))
 
 
-def _laid_out(sections: Mapping[str, Iterable[str]]) -> Iterator[str]:
-    for title, lines in sections.items():
-        shown = title
+def _laid_out(sections: Iterable[tuple[str, Iterable[str]]]) -> Iterator[str]:
+    for title, lines in sections:
+        shown = title if len(title) < TITLE_CHARS else f"{title} "
         for line in lines:
             yield f"{shown:<{TITLE_CHARS}}{line}".rstrip()
             shown = ""

@@ -17,6 +17,7 @@ from kvtide.core.instances import Instance
 from kvtide.core.machine import Machine
 from kvtide.core.reasons import DropReason, EvictCause, MissReason
 from kvtide.metrics import OTHER
+from kvtide.node.health import ON
 from kvtide.tiers.base import LoadOutcome, StoreOutcome, TierStatistics
 
 COUNT_MAX = (1 << 63) - 1
@@ -74,7 +75,10 @@ def status(
 
 
 def _tiers(tiers: Mapping[str, TierStatistics]) -> dict[str, Any]:
-    return {name: dataclasses.asdict(statistics) for name, statistics in tiers.items()}
+    return {
+        name: dataclasses.asdict(statistics) | {"is_healthy": int(statistics.state == ON)}
+        for name, statistics in tiers.items()
+    }
 
 
 def add_left(left: dict[str, int], counts: dict[str, int]) -> None:

@@ -6,12 +6,15 @@ to poll.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvtide.core import effects as fx
 from kvtide.core.messages import Run
 from kvtide.errors import HostMemoryError
+from kvtide.node.health import Health
 from kvtide.tiers.base import (
     Done,
     Found,
@@ -31,6 +34,7 @@ logger = logging.getLogger("kvtide.node")
 
 TierEffect: TypeAlias = fx.AskTier | fx.LoadFrom | fx.StoreTo | fx.ClearTiers
 
+HEALTH_MS = 5_000
 CLOSE_S_MAX = 3.0
 """Of T_stop: so long the node waits, at its end, for what is being written."""
 
@@ -48,6 +52,8 @@ class Tiers:
         self._tiers = tiers
         self._cells = cells
         self._feed = feed
+        self._health = [Health() for _ in tiers]
+        self._now_ms = self._looked_ms = 0
 
     def __len__(self) -> int:
         return len(self._tiers)
@@ -81,18 +87,44 @@ class Tiers:
 
     def tick(self, now_ms: int) -> None:
         """Time has passed."""
+        self._now_ms = now_ms
         for tier in self._tiers:
             tier.tick(now_ms)
         self.poll()
+        if now_ms - self._looked_ms >= HEALTH_MS:
+            self._looked_ms = now_ms
+            for tier, health in zip(self._tiers, self._health, strict=True):
+                health.look(tier.statistics(), now_ms)
 
     def statistics(self) -> "dict[str, TierStatistics]":
-        """Of each tier, by its name."""
-        return {tier.name: tier.statistics() for tier in self._tiers}
+        """Of each tier, by its name; the states are those of `Health`."""
+        found = {}
+        for tier, health in zip(self._tiers, self._health, strict=True):
+            numbers = tier.statistics()
+            found[tier.name] = replace(numbers, state=health.state(numbers, self._now_ms))
+        return found
 
     def close(self) -> None:
-        """End all jobs in bounded time; blocks. What the machine wanted to know is over."""
-        for tier in self._tiers:
-            tier.close(CLOSE_S_MAX)
+        """End all jobs in bounded time; blocks. What the machine wanted to know is over.
+
+        All tiers at the same time: several that hang cost no more than one.
+        """
+        threads = [
+            threading.Thread(target=_close, args=(tier,), name="kvtide-close", daemon=True)
+            for tier in self._tiers
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def _close(tier: Tier) -> None:
+    try:
+        tier.close(CLOSE_S_MAX)
+    except Exception:
+        name = tier.name
+        logger.exception("tier %s could not be closed; its next start mends that", name)
 
 
 def _event(done: Done) -> fx.Event:

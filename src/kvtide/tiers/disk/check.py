@@ -15,12 +15,13 @@ from kvtide.codec import record as codec
 from kvtide.core.records import Record
 from kvtide.errors import CorruptRecord, UnknownFormat
 from kvtide.tiers.disk import sealing
-from kvtide.tiers.disk.cleared import Scope, is_cleared, told_by
+from kvtide.tiers.disk.cleared import is_cleared, told_by
 from kvtide.tiers.disk.columns import Columns
 from kvtide.tiers.disk.directory import Directory, parsed_name
 from kvtide.tiers.disk.files import Files, SystemFiles
 from kvtide.tiers.disk.rows import Kept
 from kvtide.tiers.disk.scan import Scan
+from kvtide.tiers.scope import Scope
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from kvtide.tiers.disk.ops import ClearOp, Ended
 from kvtide.tiers.disk.rows import Kind
 from kvtide.tiers.disk.workers import Workers
+from kvtide.tiers.scope import EVERYTHING, Scope
 
 logger = logging.getLogger("kvtide.disk")
 
@@ -29,25 +30,6 @@ WAIT_S_MAX = 0.2
 """So long a clear waits for its file, which takes a millisecond: who is told that it is done may
 rely on it. A drive that hangs delays the owner by no more, and makes it when it works again."""
 _NAME = re.compile(r"([0-9]{8})\.(all|none|[0-9a-f]{64})\.(all|[0-9a-f]{64})\.cleared")
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """Which records a clear means: None stands for any."""
-
-    salt_digest: bytes | None
-    fingerprint: bytes | None
-
-    def has(self, kind: Kind) -> bool:
-        """Whether records of this kind are meant."""
-        root = kind.root
-        return self.salt_digest in (None, root.salt_digest) and self.fingerprint in (
-            None,
-            root.fingerprint,
-        )
-
-
-EVERYTHING = Scope(None, None)
 
 
 @dataclass(frozen=True, slots=True)

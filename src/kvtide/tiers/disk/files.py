@@ -43,6 +43,7 @@ class FileSize:
         inode: its number there.
         owner: who it belongs to.
         mode: what it is, and who may do what with it (st_mode).
+        modified_s: when it was last written to, by the clock of who keeps it.
     """
 
     length_bytes: int
@@ -51,6 +52,7 @@ class FileSize:
     inode: int = 0
     owner: int = 0
     mode: int = 0
+    modified_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +212,7 @@ class SystemFiles:
 def _size_of(found: os.stat_result) -> FileSize:
     taken = found.st_blocks * 512
     where = (found.st_dev, found.st_ino)
-    return FileSize(found.st_size, taken, *where, found.st_uid, found.st_mode)
+    return FileSize(found.st_size, taken, *where, found.st_uid, found.st_mode, found.st_mtime)
 
 
 def write_fully(files: Files, descriptor: int, parts: Sequence[Buffer], offset_bytes: int) -> None:

@@ -15,11 +15,11 @@ from kvtide.bounds import T_PUT_MS
 from kvtide.tiers.base import Stored, StoreJob, StoreOutcome
 from kvtide.tiers.disk.catalog import Catalog, Place
 from kvtide.tiers.disk.ops import Ended, StoreOp
-from kvtide.tiers.disk.pending import Pending, PendingStores
 from kvtide.tiers.disk.room import Room
 from kvtide.tiers.disk.rows import Kept, Kind
 from kvtide.tiers.disk.space import Space, store_reserve_bytes
 from kvtide.tiers.disk.workers import Workers
+from kvtide.tiers.pending import Pending, PendingStores
 from kvtide.units import MiB
 
 PUT_MS_MAX = T_PUT_MS
@@ -258,7 +258,7 @@ class Stores:
         if count < WRITING_MIN:
             return True
         limit = min(WRITING_BYTES_MAX, int(WRITING_RATIO_MAX * self._space.bytes_max))
-        ahead = sum(op.place.length_bytes for op in self._pending.written)
+        ahead = sum(one.job.record.payload_bytes for one in self._pending.written.values())
         return count < WRITING_MAX and ahead < limit
 
     def take_back(self, outcome: StoreOutcome) -> None:

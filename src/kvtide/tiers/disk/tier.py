@@ -33,10 +33,10 @@ from kvtide.tiers.base import (
     StoreOutcome,
     TierStatistics,
 )
+from kvtide.tiers.breaker import Breaker
 from kvtide.tiers.disk import recency, start
-from kvtide.tiers.disk.breaker import Breaker
 from kvtide.tiers.disk.catalog import Match
-from kvtide.tiers.disk.cleared import CLEARS_MAX, EVERYTHING, Clears, Scope
+from kvtide.tiers.disk.cleared import CLEARS_MAX, Clears
 from kvtide.tiers.disk.directory import Directory
 from kvtide.tiers.disk.files import Files, SystemFiles
 from kvtide.tiers.disk.hung import RUN_MS_MAX, Hung
@@ -58,6 +58,7 @@ from kvtide.tiers.disk.rows import Kind
 from kvtide.tiers.disk.space import Space
 from kvtide.tiers.disk.stores import Stores
 from kvtide.tiers.disk.workers import Workers
+from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.units import MiB
 
 logger = logging.getLogger("kvtide.disk")
@@ -118,8 +119,9 @@ class DiskTier:
         self._space = Space(bytes_max, segment_bytes)
         self._directory = Directory(str(path.absolute()), files or SystemFiles(), sync)
         self._lock_descriptor = -1
-        self._reads = Breaker("reads", self._directory.path)
-        self._writes = Breaker("writes", self._directory.path)
+        disk = f"disk {self._directory.path}"
+        self._reads = Breaker("reads", disk, logger)
+        self._writes = Breaker("writes", disk, logger)
         self._workers = Workers(self._directory, wake)
         self._hung = Hung(self._workers)
         self._room = Room(self._catalog, self._space, self._workers)
@@ -207,13 +209,13 @@ class DiskTier:
     def _kinds_of(self, scope: Scope) -> set[int]:
         """Numbers of those that can be found."""
         kinds = self._catalog.kinds.items()
-        return {n for n, state in kinds if not state.is_retired and scope.has(state.kind)}
+        return {n for n, state in kinds if not state.is_retired and scope.has(state.kind.root)}
 
     def _last_segment_of(self, scope: Scope) -> int:
         """What is stored from now on lies behind it."""
         active = self._space.active
         if active is not None:
-            if not any(map(scope.has, active.kinds)):
+            if not any(scope.has(kind.root) for kind in active.kinds):
                 return active.number - 1
             self._room.roll()
         return self._space.next_number - 1

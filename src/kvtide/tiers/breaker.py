@@ -2,26 +2,29 @@
 
 import logging
 
-logger = logging.getLogger("kvtide.disk")
-
 FAILURES_MAX = 5
 """In a row; then the breaker opens."""
 RETRY_MS_MIN, RETRY_MS_MAX = 1_000, 60_000
+"""The second may be less where a probe costs little and others mend the place."""
 
 
 class Breaker:
     """Of one kind of work: "reads" or "writes". Ownership: the node's owner thread.
 
     It is closed while the place works; open, it lets nothing through but a probe, after a second,
-    then after two, and so on up to a minute.
+    then after two, and so on up to `retry_ms_max`.
     """
 
-    def __init__(self, work: str, path: str) -> None:
+    def __init__(
+        self, work: str, place: str, logger: logging.Logger, retry_ms_max: int = RETRY_MS_MAX
+    ) -> None:
         self.is_open = False
         self.is_probing = False
         self.reason = ""
         self._work = work
-        self._path = path
+        self._place = place
+        self._logger = logger
+        self._retry_ms_max = retry_ms_max
         self._failures = 0
         self._retry_ms = RETRY_MS_MIN
         self._retry_at_ms = 0
@@ -50,9 +53,9 @@ class Breaker:
         self.reason = reason
         self._retry_ms = RETRY_MS_MIN
         self._retry_at_ms = now_ms + self._retry_ms
-        logger.error(
-            "disk %s: %s stop %s; engines go on without, and it is tried again by itself",
-            self._path,
+        self._logger.error(
+            "%s: %s stop %s; engines go on without, and it is tried again by itself",
+            self._place,
             self._work,
             story,
         )
@@ -67,7 +70,7 @@ class Breaker:
         if self.is_open:
             self.is_open = False
             self.reason = ""
-            logger.warning("disk %s: %s work again", self._path, self._work)
+            self._logger.warning("%s: %s work again", self._place, self._work)
 
     def wants_probe(self, now_ms: int) -> bool:
         """Whether it is time to try; then `is_probing` until `probed`."""
@@ -85,7 +88,7 @@ class Breaker:
             self.worked()
             return
         self.reason = _said(error)
-        self._retry_ms = min(2 * self._retry_ms, RETRY_MS_MAX)
+        self._retry_ms = min(2 * self._retry_ms, self._retry_ms_max)
         self._retry_at_ms = now_ms + self._retry_ms
 
 

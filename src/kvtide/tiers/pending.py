@@ -9,7 +9,6 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from kvtide.tiers.base import StoreJob
-from kvtide.tiers.disk.ops import StoreOp
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +16,7 @@ class Pending:
     """One store.
 
     Attributes:
-        kind: number of its root and layout.
+        kind: number of its root and layout, where the tier has one.
         since_ms: when it came.
         op: what the writing thread has of it; None while it waits.
         behind: stores of its children.
@@ -29,7 +28,7 @@ class Pending:
     job: StoreJob
     kind: int
     since_ms: int
-    op: StoreOp | None = None
+    op: object = None
     behind: "list[Pending]" = field(default_factory=list)
     twins: list[int] = field(default_factory=list)
     is_ended: bool = False
@@ -47,7 +46,7 @@ class PendingStores:
     def __init__(self) -> None:
         self.waiting: deque[Pending] = deque()
         self.by_key: dict[bytes, Pending] = {}
-        self.written: dict[StoreOp, Pending] = {}
+        self.written: dict[object, Pending] = {}
         self.queued_bytes = 0
 
     def add(self, pending: Pending, parent: Pending | None) -> None:
@@ -106,8 +105,12 @@ class PendingStores:
 
     def of_kinds(self, kinds: set[int]) -> list[Pending]:
         """Those of these roots and layouts that have not ended."""
+        return [one for one in self.unended() if one.kind in kinds]
+
+    def unended(self) -> list[Pending]:
+        """Those that wait, and those that are being written."""
         every = [*self.waiting, *self.written.values()]
-        return [one for one in every if one.kind in kinds and not one.is_ended]
+        return [one for one in every if not one.is_ended]
 
     def unwritten(self) -> list[Pending]:
         """Those that wait."""

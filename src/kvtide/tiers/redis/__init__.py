@@ -1,0 +1,1 @@
+"""Records on Redis or Valkey: alone, behind Sentinels, or a cluster."""

@@ -1,0 +1,338 @@
+#!lua flags=allow-oom
+-- The index of a redis tier: which records are there, in which order they go. docs/formats.md.
+--
+-- All of it lies in one slot, so each call is one step that nobody sees half of. The bytes of
+-- records are elsewhere, on any server: who gets a list of `victims` removes their parts, and says
+-- so with the next call.
+--
+--   index    key of a record -> row
+--   tree     rows in order of (kind, parent, digests): children of one parent stand together
+--   leaves   keys of records without children, by last use;  inner: those that have some
+--   numbers  counters; of each kind its life, its records, and whose they are
+--   loose    parts without a record: being written or being removed, and until when at most
+--
+-- A row: write id 16, kind 16, life of the kind 8, parent 32, bytes 16, parts 4, digests 16 * n.
+-- A kind that is cleared loses its life; rows of a life that is over are not there, and are swept.
+-- A new one comes from a counter. With `allow-oom` a server that is full is asked and cleared too.
+
+local index, tree, leaves, inner, numbers, loose = unpack(KEYS)
+local call, sub = redis.call, string.sub
+local LAST, ZEROS, NOTHING = string.rep('\255', 32), string.rep('\0', 16), string.rep('0', 16)
+local LOOSE_S = 60 -- no writer lives that long: its own deadlines are shorter
+local DROPPED_MAX = 256 -- by one call: others wait for it
+local DESCENDANTS_MAX = 1000
+
+local now = tonumber(call('TIME')[1])
+local victims, removed = {}, {}
+local lives = {}
+
+-- Written as a whole number: -0 is none to a server.
+local function add(field, count)
+    return call('HINCRBY', numbers, field, string.format('%d', count))
+end
+
+local function life_of(kind)
+    if lives[kind] == nil then
+        lives[kind] = call('HGET', numbers, 'i' .. kind) or ''
+    end
+    return lives[kind]
+end
+
+local function kind_of(row) return sub(row, 17, 32) end
+local function name_of(row) return sub(row, 17, 40) end
+local function parent_of(row) return sub(row, 41, 72) end
+local function digests_of(row) return sub(row, 93) end
+local function is_live(row) return life_of(kind_of(row)) == sub(row, 33, 40) end
+
+local function member_of(key, row)
+    return name_of(row) .. parent_of(row) .. digests_of(row) .. ZEROS .. sub(key, 17)
+end
+
+local function key_of(member) return sub(member, -48, -33) .. sub(member, -16) end
+
+-- The first member at or behind `from` that begins with `prefix`.
+local function first(prefix, from)
+    return call('ZRANGEBYLEX', tree, '[' .. from, '[' .. prefix .. LAST, 'LIMIT', 0, 1)[1]
+end
+
+local function set_loose(parts, bytes, until_s)
+    local count = call('ZADD', loose, until_s, parts .. bytes)
+    add('loose', count)
+    add('bytes', count * tonumber(bytes))
+end
+
+local function unset_loose(parts, bytes)
+    local count = call('ZREM', loose, parts .. bytes)
+    add('loose', -count)
+    add('bytes', -count * tonumber(bytes))
+    return count == 1
+end
+
+local function give_up(parts)
+    victims[#victims + 1] = parts
+    set_loose(parts, NOTHING, now + LOOSE_S)
+end
+
+local function touch(key)
+    local moment = add('moment', 1)
+    call('ZADD', leaves, 'XX', moment, key)
+    call('ZADD', inner, 'XX', moment, key)
+end
+
+local function drop(key, row)
+    local kind, name, parent = kind_of(row), name_of(row), parent_of(row)
+    local used = tonumber(call('ZSCORE', leaves, key) or call('ZSCORE', inner, key))
+    call('HDEL', index, key)
+    call('ZREM', tree, member_of(key, row))
+    call('ZREM', leaves, key)
+    call('ZREM', inner, key)
+    add('bytes', -tonumber(sub(row, 73, 88)))
+    if is_live(row) then
+        removed[#removed + 1] = kind
+        if add('n' .. kind, -1) <= 0 then
+            call('HDEL', numbers, 'n' .. kind, 'i' .. kind, 'k' .. kind)
+            lives[kind] = nil
+        end
+    else
+        add('dead', -1)
+    end
+    give_up(sub(row, 1, 16) .. sub(row, 89, 92))
+    local above = call('ZSCORE', inner, parent)
+    if above and not first(name .. parent, name .. parent) then
+        call('ZREM', inner, parent)
+        call('ZADD', leaves, math.max(tonumber(above), used), parent)
+    end
+end
+
+local function drop_all(key)
+    local stack = { key }
+    while #stack > 0 and #victims < DESCENDANTS_MAX do
+        local one = table.remove(stack)
+        local row = call('HGET', index, one)
+        if row then
+            local prefix = name_of(row) .. one
+            local children = call('ZRANGEBYLEX', tree, '[' .. prefix, '[' .. prefix .. LAST,
+                'LIMIT', 0, DESCENDANTS_MAX)
+            for _, member in ipairs(children) do stack[#stack + 1] = key_of(member) end
+            drop(one, row)
+        end
+    end
+end
+
+local function shared(member, prefix, digests)
+    local count, at = 0, #prefix
+    while count * 16 < math.min(#member - at - 32, #digests) do
+        local from = count * 16
+        if sub(member, at + from + 1, at + from + 16) ~= sub(digests, from + 1, from + 16) then
+            break
+        end
+        count = count + 1
+    end
+    return count
+end
+
+-- Whether the parent, a whole chunk of the same kind, is there.
+local function is_anchored(name, root, parent, whole)
+    if parent == root then return true end
+    local row = call('HGET', index, parent)
+    return row and name_of(row) == name and #digests_of(row) == whole
+end
+
+-- Why a record is not stored: it is there, or a longer one, or its name is taken; or nil.
+local function is_held(name, key, parent, digests)
+    local row = call('HGET', index, key)
+    if row and is_live(row) then
+        local is_same = name_of(row) .. parent_of(row) .. digests_of(row) == name .. parent .. digests
+        if not is_same then return 'other' end
+        touch(key)
+        return 'held'
+    end
+    local prefix = name .. parent
+    local longer = first(prefix, prefix .. digests)
+    if longer and sub(longer, 1, #prefix + #digests) == prefix .. digests then
+        touch(key_of(longer))
+        return 'held'
+    end
+end
+
+-- Evicts leaves until so many bytes have room.
+local function make_room(bytes, bytes_max, parent)
+    if bytes > bytes_max then return 'no_room' end
+    while tonumber(call('HGET', numbers, 'bytes') or 0) + bytes > bytes_max do
+        if #victims >= DROPPED_MAX then return 'more' end
+        local oldest = call('ZRANGE', leaves, 0, 1)
+        local key = oldest[1] == parent and oldest[2] or oldest[1]
+        if not key or key == parent then return 'no_room' end
+        drop(key, call('HGET', index, key))
+    end
+end
+
+local ops = {}
+
+-- How much of a chain is there: rows of keys, the key and row of the best match of `digests`, and
+-- whether there is more behind.
+function ops.find(kind, parent, digests, keys)
+    local life = life_of(kind)
+    if life == '' then return { {}, '', '', 0 } end
+    local name, at, rows, is_all = kind .. life, parent, {}, true
+    for from = 1, #keys, 32 do
+        local key = sub(keys, from, from + 31)
+        local row = call('HGET', index, key)
+        if not row or name_of(row) .. parent_of(row) ~= name .. at then
+            is_all = false
+            break
+        end
+        rows[#rows + 1] = row
+        at = key
+    end
+    local prefix, key, row, is_asked = name .. at, '', '', is_all and digests ~= ''
+    local may_go_on = not is_asked and first(prefix, prefix)
+    if is_asked then
+        local after = first(prefix, prefix .. digests)
+        local before = call('ZREVRANGEBYLEX', tree, '(' .. prefix .. digests, '[' .. prefix,
+            'LIMIT', 0, 1)[1]
+        local best, best_count = nil, 0
+        for _, member in pairs({ after or '', before or '' }) do
+            local count = shared(member, prefix, digests)
+            if count > best_count then best, best_count = member, count end
+        end
+        if best then
+            key = key_of(best)
+            row = call('HGET', index, key)
+        end
+    end
+    local deepest = key ~= '' and key or at
+    if deepest ~= parent then touch(deepest) end
+    return { rows, key, row, may_go_on and 1 or 0 }
+end
+
+-- The write id of a record, where it is there just so.
+function ops.locate(kind, key, parent, digests)
+    local row = call('HGET', index, key)
+    if not row or not is_live(row) or kind_of(row) ~= kind then return '' end
+    if parent_of(row) .. digests_of(row) ~= parent .. digests then return '' end
+    touch(key)
+    return sub(row, 1, 16)
+end
+
+-- Sets room aside for a record; the life of its kind, or why not.
+function ops.begin(kind, whose, root, key, parent, digests, whole, parts, bytes, bytes_max)
+    for _, one in ipairs(call('ZRANGEBYSCORE', loose, '-inf', now, 'LIMIT', 0, 16)) do
+        unset_loose(sub(one, 1, 20), sub(one, 21))
+        give_up(sub(one, 1, 20))
+    end
+    local before = call('HGET', index, key)
+    if before and not is_live(before) then drop_all(key) end
+    local name = kind .. life_of(kind)
+    local held = is_held(name, key, parent, digests)
+    if held then return { held, '', 0 } end
+    if not is_anchored(name, root, parent, tonumber(whole)) then
+        return { 'not_anchored', '', 0 }
+    end
+    local dropped = #removed
+    local why = make_room(tonumber(bytes), tonumber(bytes_max), parent)
+    local evicted = #removed - dropped
+    if why then return { why, '', evicted } end
+    if life_of(kind) == '' then
+        lives[kind] = string.format('%08d', add('life', 1))
+        call('HSET', numbers, 'i' .. kind, lives[kind], 'n' .. kind, 0, 'k' .. kind, whose)
+    end
+    set_loose(parts, bytes, now + LOOSE_S)
+    return { 'go', life_of(kind), evicted }
+end
+
+-- All parts are there: it is a record from now on, in place of the tails that it begins with. The
+-- names of parts that are here too are looked for.
+function ops.complete(root, key, whole, row, ...)
+    local kind, name, parent, digests = kind_of(row), name_of(row), parent_of(row), digests_of(row)
+    local parts, bytes = sub(row, 1, 16) .. sub(row, 89, 92), sub(row, 73, 88)
+    local is_kept = unset_loose(parts, bytes)
+    local why = not is_kept and 'expired' or not is_live(row) and 'not_anchored'
+        or is_held(name, key, parent, digests)
+    if not why and not is_anchored(name, root, parent, tonumber(whole)) then why = 'not_anchored' end
+    for _, one in ipairs({ ... }) do
+        if not why and call('EXISTS', one) == 0 then why = 'no_parts' end
+    end
+    if why then
+        if is_kept then give_up(parts) end
+        return { why }
+    end
+    call('HSET', index, key, row)
+    call('ZADD', tree, 0, member_of(key, row))
+    call('ZADD', leaves, add('moment', 1), key)
+    add('bytes', tonumber(bytes))
+    add('n' .. kind, 1)
+    local above = call('ZSCORE', leaves, parent)
+    if above then
+        call('ZREM', leaves, parent)
+        call('ZADD', inner, above, parent)
+    end
+    for length = 16, #digests - 16, 16 do
+        local start = name .. parent .. sub(digests, 1, length)
+        local shorter = first(start, start)
+        if shorter and #shorter == #start + 32 then
+            drop(key_of(shorter), call('HGET', index, key_of(shorter)))
+        end
+    end
+    return { 'stored' }
+end
+
+-- What `begin` set aside is not wanted any more.
+function ops.abandon(parts, bytes)
+    if unset_loose(parts, bytes) then give_up(parts) end
+    return {}
+end
+
+-- Takes a record away, if it is of this write, and what lies behind it.
+function ops.remove(key, write_id)
+    local row = call('HGET', index, key)
+    if row and sub(row, 1, 16) == write_id then drop_all(key) end
+    return {}
+end
+
+-- Ends the lives of the kinds that are meant ('*': any); how many records they had.
+function ops.clear(fingerprint, salt)
+    local all, count = call('HGETALL', numbers), 0
+    for at = 1, #all, 2 do
+        local field, whose = all[at], all[at + 1]
+        if sub(field, 1, 1) == 'k' and #field == 17
+            and (fingerprint == '*' or fingerprint == sub(whose, 1, 32))
+            and (salt == '*' or salt == sub(whose, 33)) then
+            local kind = sub(field, 2)
+            local records = tonumber(call('HGET', numbers, 'n' .. kind))
+            count = count + records
+            add('dead', records)
+            call('HDEL', numbers, 'n' .. kind, 'i' .. kind, 'k' .. kind)
+            lives[kind] = nil
+        end
+    end
+    return { count }
+end
+
+-- Takes away some of the rows whose life is over; the next cursor, '0' at the end.
+function ops.sweep(cursor)
+    if tonumber(call('HGET', numbers, 'dead') or 0) == 0 then return { '0' } end
+    local found = call('HSCAN', index, cursor, 'COUNT', DROPPED_MAX)
+    for at = 1, #found[2], 2 do
+        local row = call('HGET', index, found[2][at])
+        if row and not is_live(row) then drop(found[2][at], row) end
+    end
+    return { found[1] }
+end
+
+function ops.survey()
+    return call('HGETALL', numbers)
+end
+
+-- Keys of the index come and go together; one that is missing was taken away behind our back.
+local rows = call('HLEN', index)
+local is_whole = rows == call('ZCARD', tree)
+    and rows == call('ZCARD', leaves) + call('ZCARD', inner)
+    and (rows == 0 or call('EXISTS', numbers) == 1)
+    and call('ZCARD', loose) == tonumber(call('HGET', numbers, 'loose') or 0)
+if not is_whole then call('UNLINK', unpack(KEYS)) end
+
+for from = 1, #ARGV[2], 20 do unset_loose(sub(ARGV[2], from, from + 19), NOTHING) end
+local result = ops[ARGV[1]](unpack(ARGV, 3))
+local bytes = tonumber(call('HGET', numbers, 'bytes') or 0)
+return { is_whole and 1 or 0, bytes, table.concat(victims), table.concat(removed), result }

@@ -1,0 +1,396 @@
+"""A tier on a server that others may use too. What differs between stores is their `Session`.
+
+    lookup, load   to a thread, which asks the place; at once, where the breaker is open
+    store          queue ─► to the one writing thread, in order ─► there, or not
+
+Nothing of what the place holds is mirrored here: others write to it, and it evicts as it likes. So
+each job asks it, and what it says is believed only once it is proven.
+
+Ownership: all state is the node's owner's; threads (`Workers`) get operations and say how they
+ended by a queue that `poll` empties. What is there by number (`Census`) they tell as they hear it.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from kvtide.bounds import T_PUT_MS
+from kvtide.core.records import RootName
+from kvtide.errors import PlaceFailed
+from kvtide.tiers.base import (
+    Done,
+    Found,
+    Loaded,
+    LoadJob,
+    LoadOutcome,
+    LookupJob,
+    Stored,
+    StoreJob,
+    StoreOutcome,
+    TierStatistics,
+)
+from kvtide.tiers.breaker import RETRY_MS_MIN, Breaker
+from kvtide.tiers.pending import Pending, PendingStores
+from kvtide.tiers.remote.census import Census
+from kvtide.tiers.remote.session import Session
+from kvtide.tiers.remote.workers import (
+    AskOp,
+    ClearOp,
+    Ended,
+    LoadOp,
+    ProbeOp,
+    StoreOp,
+    Workers,
+)
+from kvtide.tiers.scope import EVERYTHING, Scope
+
+logger = logging.getLogger("kvtide.tiers")
+
+PUT_MS_MAX = T_PUT_MS
+"""A store that has waited for so long is dropped."""
+RETRY_MS_MAX = 4_000
+"""A broken place is tried so often at least: with a call of it, hits resume within T_heal."""
+SURVEY_MS = 10_000
+"""So often the place is asked for its numbers: an idle tier knows whether it works, too."""
+HANDED_MAX = 3
+"""Stores that the writing thread is given ahead: one is sent, the next has its sums taken."""
+CLEAR_S_MAX = 0.2
+"""So long a clear waits for the place to take note of it."""
+CLEARS_MAX = 64
+"""That may wait for a place that does not answer; one more means everything."""
+ASKED_MAX = 256
+"""Lookups that may wait: what is above finds nothing."""
+SILENT_MS = 120_000
+"""Failures for so long without a success between them are said, whatever the breaker does."""
+
+
+class RemoteTier:
+    """Records on a server. See `Tier` for what its calls promise.
+
+    Args:
+        name: as statistics and threads say it.
+        place: where it is, in words that hold no secret.
+        open_session: makes a thread's session; it tells the census what it hears.
+        bytes_max: the cap, which the sessions keep; shared by all that use the place.
+        wake: called from any thread when `poll` has something to give.
+        queue_bytes_max: stores beyond these bytes are dropped.
+
+    Raises:
+        ConfigError: no thread is to be had.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        place: str,
+        open_session: Callable[[Census], Session],
+        bytes_max: int,
+        wake: Callable[[], None],
+        queue_bytes_max: int,
+    ) -> None:
+        """Begin; nothing waits for the place, which is asked whether it is there."""
+        self.name = name
+        self.bytes_max = bytes_max
+        self._wake = wake
+        self._queue_bytes_max = queue_bytes_max
+        self._census = Census()
+        self._breaker = Breaker("loads and stores", place, logger, RETRY_MS_MAX)
+        self._health = _Health()
+        self._workers = Workers(name, lambda: open_session(self._census), wake)
+        self._pending = PendingStores()
+        self._clears: list[ClearOp] = []
+        self._asking: set[AskOp] = set()
+        self._loading: set[LoadOp] = set()
+        self._done: list[Done] = []
+        self._loaded: Counter[str] = Counter()
+        self._stored: Counter[str] = Counter()
+        self._loaded_bytes = 0
+        self._stored_bytes = 0
+        self._now_ms = 0
+        self._surveyed_ms = 0
+        self._is_surveying = True
+        self._is_closed = False
+        self._workers.start()
+        self._workers.probe()
+
+    # ---- jobs
+
+    def lookup(self, job: LookupJob) -> None:
+        is_vain = self._is_closed or self._breaker.is_open or self._is_cleared(job.root)
+        if is_vain or len(self._asking) >= ASKED_MAX:
+            self._end(Found(job.number, [], may_go_on=False))
+            return
+        op = AskOp(job)
+        self._asking.add(op)
+        self._workers.ask(op)
+
+    def load(self, job: LoadJob) -> None:
+        if self._is_closed:
+            self._end_load(job, LoadOutcome.CLOSED)
+        elif self._breaker.is_open:
+            self._end_load(job, LoadOutcome.BROKEN)
+        elif self._is_cleared(job.record.root):
+            self._end_load(job, LoadOutcome.ABSENT)
+        else:
+            op = LoadOp(job)
+            self._loading.add(op)
+            self._workers.load(op)
+
+    def store(self, job: StoreJob) -> None:
+        record = job.record
+        if self._is_closed or self._breaker.is_open:
+            outcome = StoreOutcome.CLOSED if self._is_closed else StoreOutcome.BROKEN
+            self._end_store(job.number, outcome)
+            return
+        twin = self._pending.by_key.get(record.key)
+        if twin is not None and twin.job.record == record:
+            twin.twins.append(job.number)
+        elif twin is not None:  # one name for two contents: it cannot be
+            self._end_store(job.number, StoreOutcome.FAILED)
+        elif self._pending.queued_bytes + record.payload_bytes > self._queue_bytes_max:
+            self._end_store(job.number, StoreOutcome.QUEUE_FULL)
+        else:
+            pending = Pending(job, 0, self._now_ms)
+            self._pending.add(pending, self._pending.by_key.get(record.parent))
+            self._hand_over()
+
+    def clear(self, salt_digest: bytes | None, fingerprint: bytes | None = None) -> int:
+        if self._is_closed:
+            return 0
+        scope = Scope(salt_digest, fingerprint)
+        known = self._census.cleared(scope)
+        if len(self._clears) >= CLEARS_MAX:
+            scope = EVERYTHING
+        meant = [one for one in self._pending.unended() if scope.has(one.job.record.root)]
+        self._take_back_handed()
+        self._drop(meant, StoreOutcome.NOT_ANCHORED)
+        op = ClearOp(scope)
+        self._clears.append(op)
+        self._workers.clear(op)  # only now: what is doomed and has not begun never does
+        self._hand_over()
+        if not self._breaker.is_open and op.is_done.wait(CLEAR_S_MAX):
+            return op.count
+        return known
+
+    def _is_cleared(self, root: RootName) -> bool:
+        """Whether it was cleared and the place has not taken note of it yet."""
+        self._clears = [op for op in self._clears if not op.is_done.is_set()]
+        return any(op.scope.has(root) for op in self._clears)
+
+    # ---- ends
+
+    def _end(self, done: Done) -> None:
+        self._done.append(done)
+        self._wake()
+
+    def _end_load(self, job: LoadJob, outcome: LoadOutcome) -> None:
+        self._loaded[outcome] += 1
+        if outcome is LoadOutcome.LOADED:
+            self._loaded_bytes += job.record.payload_bytes
+        self._end(Loaded(job.number, outcome))
+
+    def _end_store(self, number: int, outcome: StoreOutcome) -> None:
+        self._stored[outcome] += 1
+        self._end(Stored(number, outcome))
+
+    def _end_pending(self, pending: Pending, outcome: StoreOutcome) -> None:
+        self._pending.end(pending)
+        if outcome is StoreOutcome.STORED:
+            self._stored_bytes += pending.job.record.payload_bytes
+        self._end_store(pending.job.number, outcome)
+        twins = StoreOutcome.HELD if outcome is StoreOutcome.STORED else outcome
+        for number in pending.twins:
+            self._end_store(number, twins)
+
+    def _drop(
+        self, dropped: list[Pending], outcome: StoreOutcome, behind: StoreOutcome | None = None
+    ) -> None:
+        """These end so, and those behind them as `behind` (not anchored, unless it is said); what
+        the writing thread has begun ends when that has done with its cells."""
+        first = {id(one) for one in dropped}
+        for pending in self._pending.doom(dropped):
+            is_first = id(pending) in first
+            self._end_pending(
+                pending, outcome if is_first else behind or StoreOutcome.NOT_ANCHORED
+            )
+        self._pending.drop_ended()
+
+    # ---- the queue of stores
+
+    def _hand_over(self) -> None:
+        while len(self._pending.written) < HANDED_MAX:
+            pending = self._pending.head()
+            if pending is None:
+                break
+            self._pending.waiting.popleft()
+            op = StoreOp(pending.job, pending)
+            pending.op = op
+            self._pending.written[op] = pending
+            self._workers.store(op)
+
+    def _take_back_handed(self) -> None:
+        """What the writing thread has not begun waits again."""
+        for op in reversed(self._workers.take_back_stores()):
+            pending = self._pending.written.pop(op)
+            pending.op = None
+            self._pending.waiting.appendleft(pending)
+
+    def _take_store(self, op: StoreOp, ended: Ended) -> None:
+        pending = self._pending.written.pop(op)
+        outcome = ended.outcome
+        if pending.is_doomed:  # cleared meanwhile: a clear follows it that takes it away
+            outcome = StoreOutcome.NOT_ANCHORED
+        elif ended.error is not None:
+            outcome = StoreOutcome.CLOSED if self._is_closed else StoreOutcome.FAILED
+        assert isinstance(outcome, StoreOutcome), ended
+        behind = list(pending.behind)
+        self._end_pending(pending, outcome)
+        if not outcome.is_kept:
+            self._take_back_handed()
+            self._drop(behind, StoreOutcome.NOT_ANCHORED)
+
+    # ---- the owner's loop
+
+    def poll(self) -> list[Done]:
+        while self._workers.results:
+            self._take(self._workers.results.popleft())
+        self._hand_over()
+        done, self._done = self._done, []
+        return done
+
+    def tick(self, now_ms: int) -> None:
+        self._now_ms = max(self._now_ms, now_ms)
+        self._health.now_ms = self._now_ms
+        if self._is_closed:
+            return
+        self._take_back_handed()
+        self._drop(self._pending.older_than(self._now_ms - PUT_MS_MAX), StoreOutcome.TOO_OLD)
+        self._hand_over()
+        if self._breaker.wants_probe(self._now_ms):
+            self._workers.probe()
+        elif not (self._breaker.is_open or self._is_surveying) and (
+            self._now_ms - self._surveyed_ms >= self._health.survey_ms
+        ):
+            self._is_surveying = True
+            self._workers.probe()
+
+    def _take(self, ended: Ended) -> None:
+        """What a thread says."""
+        match ended.op:
+            case AskOp() as op:
+                self._asking.discard(op)
+                self._end(Found(op.job.number, ended.found, ended.may_go_on))
+            case LoadOp() as op:
+                self._take_load(op, ended)
+            case StoreOp() as op:
+                self._take_store(op, ended)
+            case ProbeOp():
+                self._is_surveying = False
+                self._surveyed_ms = self._now_ms
+                if self._breaker.is_probing:
+                    self._breaker.probed(ended.error, self._now_ms)
+        self._judge(ended.error)
+
+    def _take_load(self, op: LoadOp, ended: Ended) -> None:
+        self._loading.discard(op)
+        outcome = ended.outcome
+        if ended.error is not None:
+            outcome = LoadOutcome.CLOSED if self._is_closed else LoadOutcome.FAILED
+        assert isinstance(outcome, LoadOutcome), ended
+        self._end_load(op.job, outcome)
+
+    # ---- when the place fails
+
+    def _judge(self, error: PlaceFailed | None) -> None:
+        if self._is_closed:
+            return
+        if error is None:
+            self._health.succeeded()
+            self._breaker.worked()
+            return
+        self._health.failed(str(error))
+        if self._breaker.failed(error, self._now_ms):
+            self._end_what_waits(
+                self._workers.take_back(), LoadOutcome.BROKEN, StoreOutcome.BROKEN
+            )
+
+    def _end_what_waits(
+        self,
+        taken: tuple[Iterable[AskOp], Iterable[LoadOp], Iterable[StoreOp]],
+        loads: LoadOutcome,
+        stores: StoreOutcome,
+    ) -> None:
+        """All that no thread has begun."""
+        asks, loading, handed = taken
+        for ask in asks:
+            self._asking.discard(ask)
+            self._end(Found(ask.job.number, [], may_go_on=False))
+        for load in loading:
+            self._loading.discard(load)
+            self._end_load(load.job, loads)
+        for op in handed:
+            pending = self._pending.written.pop(op)
+            pending.op = None
+            self._pending.waiting.appendleft(pending)
+        self._drop(self._pending.unwritten(), stores, stores)
+
+    # ---- numbers and the end
+
+    def statistics(self) -> TierStatistics:
+        return TierStatistics(
+            state=self._breaker.reason or self._health.state,
+            bytes_used=min(self._census.bytes_used, self.bytes_max),
+            bytes_max=self.bytes_max,
+            records=self._census.records,
+            queued_bytes=self._pending.queued_bytes,
+            loaded=dict(self._loaded),
+            stored=dict(self._stored),
+            loaded_bytes=self._loaded_bytes,
+            stored_bytes=self._stored_bytes,
+            evicted=self._census.evicted,
+        )
+
+    def close(self, timeout_s: float) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._end_what_waits(self._workers.take_back(), LoadOutcome.CLOSED, StoreOutcome.CLOSED)
+        self._workers.stop(timeout_s)  # with a store, if its sums were being taken
+        self._end_what_waits(self._workers.take_back(), LoadOutcome.CLOSED, StoreOutcome.CLOSED)
+
+
+class _Health:
+    """Whether anything has worked lately: what fails now and then never opens a breaker, and what
+    fails before the first success is told apart from what has not been tried."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0
+        self._has_worked = False
+        self._failing_since_ms: int | None = None
+        self._error = ""
+
+    def succeeded(self) -> None:
+        self._has_worked = True
+        self._failing_since_ms = None
+
+    def failed(self, error: str) -> None:
+        self._error = error
+        if self._failing_since_ms is None:
+            self._failing_since_ms = self.now_ms
+
+    @property
+    def survey_ms(self) -> int:
+        """So long until the next survey: soon, where nothing works."""
+        return SURVEY_MS if self._failing_since_ms is None else RETRY_MS_MIN
+
+    @property
+    def state(self) -> str:
+        """ "on", or what is wrong."""
+        if self._failing_since_ms is None:
+            return "on" if self._has_worked else "connecting"
+        if not self._has_worked:
+            return f"it has not worked yet: {self._error}"
+        for_ms = self.now_ms - self._failing_since_ms
+        if for_ms < SILENT_MS:
+            return "on"
+        return f"nothing has worked for {for_ms // 1000} s: {self._error}"

@@ -1,0 +1,1 @@
+"""The tier in a directory that several machines mount."""

@@ -1,0 +1,363 @@
+"""What the owner asks of the threads of a shared directory, and how each is done.
+
+    store   temporary name ─► bytes ─► sync ─► the key's name ─► row in the journal
+    free    row in the journal ─► the name goes
+
+So a name is there whole or not at all, and nobody finds what no row tells of. What a kill leaves
+between two steps has no row: the next owner of the part removes it before it writes.
+"""
+
+import errno
+import logging
+import os
+import re
+import secrets
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvtide.codec import record as codec
+from kvtide.errors import CorruptRecord, KVTideError, UnknownFormat
+from kvtide.tiers.base import LoadJob, StoreJob
+from kvtide.tiers.disk.files import page_memory, read_fully, write_fully
+from kvtide.tiers.scope import Scope
+from kvtide.tiers.shared_dir.journal import (
+    JOURNAL,
+    Cleared,
+    ClearedRow,
+    Journal,
+    KeptRow,
+    Piece,
+    Position,
+    read_on,
+)
+from kvtide.tiers.shared_dir.members import Place
+from kvtide.tiers.shared_dir.view import Row
+
+logger = logging.getLogger("kvtide.shared_dir")
+
+_GONE = (errno.ENOENT, errno.ESTALE)
+"""How a file system says that somebody else has removed a file."""
+_NOT_OURS = (errno.ENOENT, errno.EACCES, errno.EPERM)
+"""Why one member's journal cannot be read though the place is well."""
+_PART = re.compile(r"[0-9a-f]{2}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LookOp:
+    """Read on in all journals, from these positions."""
+
+    positions: dict[bytes, Position]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadOp:
+    """Fill a job's cells from the part of one of these members, and verify them. `row` is the
+    owner's."""
+
+    job: LoadJob
+    row: Row
+    members: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoreOp:
+    """Write a job's cells, and a row with this number."""
+
+    job: StoreJob
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FreeOp:
+    """Say that own records are gone, and remove them."""
+
+    keys: list[bytes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClearOp:
+    """Note that nothing of this scope is found which was stored before: up to the numbers that
+    are known of each member, or that its journal says by now. `is_done` is set when it has ended,
+    well or not; `up_to` says what was noted."""
+
+    scope: Scope
+    known: dict[bytes, tuple[Position, int]]
+    own_sequence: int
+    up_to: dict[bytes, int] = field(default_factory=dict)
+    is_done: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SweepOp:
+    """Remove from the own part what the journal does not tell of."""
+
+    keys: set[bytes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AliveOp:
+    """Say that we are there; and see whether the place takes writes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClaimOp:
+    """Take another part, the own one being lost; clears hold there too."""
+
+    cleared: Cleared
+
+
+ReadOp: TypeAlias = LookOp | LoadOp
+WriteOp: TypeAlias = StoreOp | FreeOp | ClearOp | SweepOp | AliveOp | ClaimOp
+Op: TypeAlias = ReadOp | WriteOp
+
+
+@dataclass(slots=True)
+class Ended:
+    """How an operation ended.
+
+    Attributes:
+        op: it.
+        error: why it failed, without frames; None if it did not. OSError: the place.
+            CorruptRecord: the bytes.
+        is_lost: the record is in none of the parts, though the directory is there.
+        pieces: what a look has read, by member.
+        missing: members whose part is gone.
+        journal_bytes: what the own journal takes now.
+        journal: of the part that was taken.
+    """
+
+    op: Op
+    error: Exception | None = None
+    is_lost: bool = False
+    pieces: dict[bytes, Piece] = field(default_factory=dict)
+    missing: list[bytes] = field(default_factory=list)
+    journal_bytes: int = 0
+    journal: Journal | None = None
+
+
+def claimed(place: Place) -> Journal:
+    """Take a part whose journal is understood.
+
+    Raises:
+        OSError, KVTideError: nothing can be written there.
+    """
+    others: list[bytes] = []
+    while True:
+        place.claim(others)
+        try:
+            return Journal(place.files, place.at(place.own), place.own)
+        except UnknownFormat as error:
+            logger.warning("shared_dir %s: %s; that part is left alone", place.path, error)
+            place.free()
+            others.append(place.own)
+
+
+class Hands:
+    """Does operations; each thread may, at the same time."""
+
+    def __init__(self, place: Place, journal: Journal) -> None:
+        self._place = place
+        self._files = place.files
+        self._journal = journal
+
+    def run(self, op: Op) -> Ended:
+        """Do it; never raises."""
+        ended = Ended(op)
+        try:
+            self._do(op, ended)
+        except (OSError, KVTideError) as error:
+            error.__cause__ = error.__context__ = None
+            ended.error = error.with_traceback(None)  # whose frames hold cells
+        ended.journal_bytes = self._journal.size_bytes
+        return ended
+
+    def _do(self, op: Op, ended: Ended) -> None:
+        match op:
+            case LookOp():
+                self._look(op, ended)
+            case LoadOp():
+                self._load(op, ended)
+            case StoreOp():
+                self._store(op)
+            case FreeOp():
+                self._free(op)
+            case ClearOp():
+                self._clear(op)
+            case SweepOp():
+                self._sweep(op)
+            case AliveOp():
+                self._place.alive()
+            case ClaimOp():
+                self._claim(op, ended)
+
+    def _path(self, member: bytes, key: bytes) -> str:
+        name = key.hex()
+        return self._place.at(member, f"{name[:2]}/{name}")
+
+    # ---- reading
+
+    def _look(self, op: LookOp, ended: Ended) -> None:
+        """One open for each member: on NFS that is what makes a look fresh."""
+        if not self._place.is_there():
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), self._place.path)
+        members = self._place.members()
+        for member in members:
+            if member == self._place.own:
+                continue
+            path = self._place.at(member, JOURNAL)
+            try:
+                ended.pieces[member] = read_on(
+                    self._files, path, op.positions.get(member, Position())
+                )
+            except OSError as error:
+                if error.errno in _NOT_OURS:
+                    ended.missing.append(member)
+                elif error.errno != errno.ESTALE:  # replaced while it was read: the next look
+                    raise
+            except KVTideError:
+                ended.missing.append(member)  # of another version, or damaged: nothing is known
+        ended.missing += op.positions.keys() - set(members)
+
+    def _load(self, op: LoadOp, ended: Ended) -> None:
+        for member in op.members:
+            try:
+                self._load_from(self._path(member, op.job.record.key), op.job)
+            except OSError as error:
+                if error.errno not in _GONE:
+                    raise
+            else:
+                return
+        if not self._place.is_there():
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), self._place.path)
+        ended.is_lost = True
+
+    def _load_from(self, path: str, job: LoadJob) -> None:
+        """Bytes straight into the cells, then the proof of each of them."""
+        record = job.record
+        length = codec.header_bytes(record.layout.shard_count, record.blocks)
+        shards = record.layout.shard_count
+        memory = page_memory(length * shards)
+        headers = [memory[shard * length :][:length] for shard in range(shards)]
+        cells = [memoryview(part).cast("B") for part in job.cells]
+        parts = [part for pair in zip(headers, cells, strict=True) for part in pair]
+        descriptor = self._files.open(path, os.O_RDONLY | self._place.direct)
+        try:
+            count = read_fully(self._files, descriptor, parts, 0)
+            self._drop_cached(descriptor)
+        finally:
+            self._files.close(descriptor)
+        if count != sum(map(len, parts)):
+            raise CorruptRecord(f"{path} is cut short: {count} bytes")
+        try:
+            codec.verify(headers, cells, record)
+        except CorruptRecord as error:
+            raise CorruptRecord(f"{path}: {error}") from error
+
+    def _drop_cached(self, descriptor: int) -> None:
+        """The host tier is what caches."""
+        if not self._place.direct:
+            with suppress(OSError):  # advice
+                self._files.drop_cached(descriptor, 0, 0)
+
+    # ---- writing
+
+    def _store(self, op: StoreOp) -> None:
+        files, record = self._files, op.job.record
+        self._place.require()
+        path = self._path(self._place.own, record.key)
+        files.make_directory(os.path.dirname(path))
+        temporary = f"{path}.{secrets.token_hex(8)}.tmp"
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._place.direct
+            descriptor = files.open(temporary, flags)
+            try:
+                write_fully(files, descriptor, _parts(op.job), 0)
+                files.sync(descriptor)  # what a server refuses shows here, and not at a close
+                self._drop_cached(descriptor)
+            finally:
+                files.close(descriptor)
+            files.rename(temporary, path)
+        except OSError:
+            with suppress(OSError):
+                files.unlink(temporary)
+            raise
+        try:
+            self._journal.keep(record, op.sequence)
+        except OSError:
+            with suppress(OSError):
+                files.unlink(path)
+            raise
+
+    def _free(self, op: FreeOp) -> None:
+        self._place.require()
+        self._journal.take_away(op.keys)
+        for key in op.keys:
+            with suppress(FileNotFoundError):
+                self._files.unlink(self._path(self._place.own, key))
+
+    def _clear(self, op: ClearOp) -> None:
+        op.up_to[self._place.own] = op.own_sequence
+        for member in self._place.members():
+            if member != self._place.own:
+                position, known = op.known.get(member, (Position(), 0))
+                with suppress(FileNotFoundError, KVTideError):
+                    known = self._last_sequence(member, position, known)
+                op.up_to[member] = known
+        self._place.require()
+        self._journal.clear(ClearedRow(op.scope, dict(op.up_to)))
+
+    def _last_sequence(self, member: bytes, position: Position, known: int) -> int:
+        """The number of a member's last record."""
+        path = self._place.at(member, JOURNAL)
+        piece = None
+        while piece is None or piece.has_more:
+            piece = read_on(self._files, path, position)
+            position = piece.position
+            numbers = (row.sequence for row in piece.rows if isinstance(row, KeptRow))
+            known = max(known, piece.sequence, *numbers)
+        return known
+
+    def _claim(self, op: ClaimOp, ended: Ended) -> None:
+        journal = claimed(self._place)
+        for scope, up_to in op.cleared.items():
+            journal.clear(ClearedRow(scope, up_to))
+        self._journal.close()
+        self._journal = ended.journal = journal
+
+    def _sweep(self, op: SweepOp) -> None:
+        own = self._place.own
+        self._place.require()
+        names = self._files.names(self._place.at(own))
+        paths = [name for name in names if name.endswith(".tmp")]
+        for part in filter(_PART.fullmatch, names):
+            files = self._files.names(self._place.at(own, part))
+            paths += [f"{part}/{file}" for file in files if _key(file) not in op.keys]
+        for path in paths:
+            with suppress(FileNotFoundError):
+                self._files.unlink(self._place.at(own, path))
+
+
+def _key(name: str) -> bytes:
+    try:
+        return bytes.fromhex(name)
+    except ValueError:
+        return b""
+
+
+def _parts(job: StoreJob) -> list[memoryview]:
+    """Header and cells of each shard."""
+    record = job.record
+    shards = record.layout.shard_count
+    length = codec.header_bytes(shards, record.blocks)
+    memory = page_memory(length * shards)
+    write_id = secrets.token_bytes(codec.WRITE_ID_BYTES)
+    parts = []
+    for shard, cells in enumerate(job.cells):
+        payload = memoryview(cells).cast("B")
+        header = memory[shard * length :][:length]
+        sums = codec.checksums_of(payload, record.blocks)
+        codec.write_header(header, codec.Header(record, shard, write_id, sums))
+        parts += [header, payload]
+    return parts

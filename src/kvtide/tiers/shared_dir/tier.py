@@ -1,0 +1,459 @@
+"""The tier in a directory that several machines mount: each writes its own part, all read all.
+
+    lookup  answered from the view of all journals; where that lacks something, after a fresh look
+    load    by its name from the part of whoever has it, and proven
+    store   in the own part, behind its parent in anybody's, unless somebody has it
+
+No server, no locks, nothing but files that are made whole, named, and removed. What others do is
+learned from what they wrote (`journal.py`), and may be past: a record that its owner has evicted
+meanwhile is a miss. The cap is of the own part; nothing of another's is ever changed.
+
+Ownership: all state is the node's owner's; threads (`Workers`) get operations and say how they
+ended by a queue that `poll` empties.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from kvtide.bounds import T_LOAD_MS
+from kvtide.errors import ConfigError, CorruptRecord, KVTideError
+from kvtide.tiers.base import (
+    Done,
+    Found,
+    Loaded,
+    LoadJob,
+    LoadOutcome,
+    LookupJob,
+    StoreJob,
+    StoreOutcome,
+    TierStatistics,
+)
+from kvtide.tiers.breaker import Breaker
+from kvtide.tiers.disk.files import Files, SystemFiles
+from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.scope import EVERYTHING, Scope
+from kvtide.tiers.shared_dir.journal import Journal, Live
+from kvtide.tiers.shared_dir.members import ALIVE_MS, PartLost, Place
+from kvtide.tiers.shared_dir.ops import (
+    AliveOp,
+    ClaimOp,
+    ClearOp,
+    Ended,
+    FreeOp,
+    Hands,
+    LoadOp,
+    LookOp,
+    Op,
+    StoreOp,
+    SweepOp,
+    claimed,
+)
+from kvtide.tiers.shared_dir.others import Others
+from kvtide.tiers.shared_dir.stores import Stores
+from kvtide.tiers.shared_dir.view import View
+from kvtide.tiers.shared_dir.workers import Workers
+
+logger = logging.getLogger("kvtide.shared_dir")
+
+FRESH_MS = 100
+"""A lookup that finds less than it asks for makes a look, unless one began within this time: what
+others stored is found a tenth of a second later, and their server is asked ten times a second."""
+LOOK_MS = 1_000
+"""Without lookups too: what hangs on records that others evicted gives its room back."""
+START_S_MAX = 2.0
+"""So long a start reads journals; the rest comes while it serves."""
+CLEAR_S_MAX = 0.2
+"""See `Tier.clear`."""
+CLEARS_MAX = 4096
+"""Scopes that are remembered; one more means all records."""
+
+
+class SharedDirTier:
+    """Records as files of one directory. See `Tier` for what its calls promise.
+
+    Args:
+        path: of the directory; made if need be.
+        bytes_max: the cap of the own part.
+        wake: called from any thread when `poll` has something to give.
+        queue_bytes_max: stores beyond these bytes are dropped.
+        files: the file system, for tests.
+
+    Raises:
+        ConfigError: the directory cannot be used.
+    """
+
+    name = "shared_dir"
+
+    def __init__(
+        self,
+        path: Path,
+        bytes_max: int,
+        wake: Callable[[], None],
+        *,
+        queue_bytes_max: int,
+        files: Files | None = None,
+    ) -> None:
+        """Take a part, and read what is there."""
+        self.path = path
+        self.bytes_max = bytes_max
+        self._wake = wake
+        self._now_ms = 0
+        self._done: list[Done] = []
+        self._loaded: Counter[str] = Counter()
+        self._loaded_bytes = 0
+        self._is_closed = self._is_freed = self._is_sweeping = self._is_lost = False
+        self._place = Place(str(path.absolute()), files or SystemFiles())
+        self._reads = Breaker("reads", f"shared_dir {path}", logger)
+        self._writes = Breaker("writes", f"shared_dir {path}", logger)
+        self._asking: list[LookupJob] = []
+        self._look: LookOp | None = None
+        self._looked_ms = self._alive_ms = 0
+        self._since_ms: dict[Op, int] = {}
+        self._hung: set[Op] = set()
+        self._clears: list[ClearOp] = []
+        try:
+            self._journal = claimed(self._place)
+        except (OSError, KVTideError) as error:
+            self._place.free()
+            raise ConfigError(f"shared_dir {path} cannot be used: {error}") from error
+        hands = Hands(self._place, self._journal)
+        self._view = View(self._place.own)
+        self._others = Others(self._view)
+        self._workers = Workers(hands, wake)
+        self._stores = Stores(self._view, self._workers, self._end, bytes_max, queue_bytes_max)
+        self._begin(hands)
+
+    def _begin(self, hands: Hands) -> None:
+        """Take in what is there; then begin to work."""
+        until_s = time.monotonic() + START_S_MAX
+        self._take_own()
+        while True:
+            ended = hands.run(LookOp(self._others.positions()))
+            if ended.error is not None:
+                break
+            self._stores.free(self._others.take(ended))
+            if not self._others.are_more or time.monotonic() > until_s:
+                break
+        for op in self._stores.shrink():  # the cap was lowered
+            if time.monotonic() < until_s:
+                self._stores.take_free(op, hands.run(op))
+            else:
+                self._workers.write(op)
+        try:
+            self._workers.start()
+        except ConfigError:
+            self._place.free()
+            raise
+        self._sweep()
+        logger.info(
+            "shared_dir %s: %d records in %d parts; ours is %s",
+            self.path,
+            len(self._view),
+            1 + len(self._others.positions()),
+            self._place.own.hex()[:8],
+        )
+
+    def _take_own(self) -> None:
+        """Take in what the part has that was taken."""
+        self._stores.take_own(self._journal)
+        self._others.take_own(self._journal.live)
+        self._journal.live = Live()
+
+    # ---- lookups
+
+    def lookup(self, job: LookupJob) -> None:
+        if self._reads.is_open or self._is_closed:
+            self._end(Found(job.number, [], may_go_on=False))
+            return
+        found, is_all = self._found(job)
+        is_fresh = self._now_ms - self._looked_ms < FRESH_MS or self._others.are_more
+        if is_all or is_fresh:
+            self._end(found)
+            return
+        self._asking.append(job)
+        self._look_around()
+
+    def _found(self, job: LookupJob) -> tuple[Found, bool]:
+        """The answer, as far as is known; whether it has all that was asked for."""
+        kind = Kind(job.root, job.layout)
+        rows, may_go_on = self._view.match(kind, job.parent, job.keys, job.digests)
+        last = rows[-1].digests if rows else b""
+        is_all = len(rows) * len(job.parent) >= len(job.keys) and last.startswith(job.digests)
+        return Found(job.number, [row.record for row in rows], may_go_on), is_all
+
+    def _look_around(self) -> None:
+        if self._look is None:
+            self._looked_ms = self._now_ms
+            self._look = LookOp(self._others.positions())
+            self._workers.read(self._look)
+
+    def _take_look(self, ended: Ended) -> None:
+        self._look = None
+        if ended.error is None:
+            self._stores.free(self._others.take(ended))
+        self._judge_read(ended.error)  # which has answered, if that broke it
+        asking, self._asking = self._asking, []
+        for job in asking:
+            found, _ = self._found(job)
+            self._end(found)
+        if self._others.are_more and not self._is_closed:
+            self._look_around()
+
+    # ---- loads
+
+    def load(self, job: LoadJob) -> None:
+        if self._is_closed:
+            return self._end_load(job, LoadOutcome.CLOSED)
+        if self._reads.is_open:
+            return self._end_load(job, LoadOutcome.BROKEN)
+        row = self._view.find(job.record)
+        if row is None:
+            return self._end_load(job, LoadOutcome.ABSENT)
+        self._view.touch([row])
+        row.holds += 1
+        own = self._view.own
+        members = sorted(row.members, key=lambda member: member != own)
+        return self._workers.read(LoadOp(job, row, tuple(members)))
+
+    def _take_load(self, op: LoadOp, ended: Ended) -> None:
+        op.row.holds -= 1
+        outcome = LoadOutcome.LOADED
+        if isinstance(ended.error, CorruptRecord):
+            logger.warning("shared_dir: %s; nobody gets it", ended.error)
+            outcome = LoadOutcome.CORRUPT
+        elif ended.error is not None:
+            outcome = LoadOutcome.FAILED
+        elif ended.is_lost:
+            outcome = LoadOutcome.ABSENT
+        if outcome in (LoadOutcome.CORRUPT, LoadOutcome.ABSENT):
+            self._not_there(op)
+        self._judge_read(ended.error if outcome is LoadOutcome.FAILED else None)
+        self._end_load(op.job, outcome)
+
+    def _not_there(self, op: LoadOp) -> None:
+        """None of these members has it, whatever their journals say."""
+        for member in op.members:
+            if self._view.index.get(op.row.key) is not op.row or member not in op.row.members:
+                continue
+            if member == self._view.own:
+                self._stores.let_go(op.row)
+            else:
+                self._stores.free(self._view.remove(op.row, member))
+
+    def _end_load(self, job: LoadJob, outcome: LoadOutcome) -> None:
+        self._loaded[outcome] += 1
+        if outcome is LoadOutcome.LOADED:
+            self._loaded_bytes += job.record.payload_bytes
+        self._end(Loaded(job.number, outcome))
+
+    # ---- stores and clears
+
+    def store(self, job: StoreJob) -> None:
+        if self._is_closed:
+            self._stores.end(job.number, StoreOutcome.CLOSED)
+        elif self._writes.is_open or self._reads.is_open:
+            self._stores.end(job.number, StoreOutcome.BROKEN)
+        else:
+            self._stores.add(job, self._now_ms)
+            self._pump()
+
+    def clear(self, salt_digest: bytes | None, fingerprint: bytes | None = None) -> int:
+        scope = Scope(salt_digest, fingerprint)
+        if len(self._others.cleared) + len(self._clears) >= CLEARS_MAX:
+            logger.warning("shared_dir %s: %d clears; all is cleared", self.path, CLEARS_MAX)
+            scope = EVERYTHING
+        count, own = self._view.clear(scope)
+        self._stores.clear(scope, own)
+        if not self._is_closed:
+            op = ClearOp(scope, self._others.known(), self._stores.sequence)
+            self._others.clearing.append(scope)
+            self._clears.append(op)
+            if not self._writes.is_open:
+                self._workers.write(op, CLEAR_S_MAX)
+        self._pump()
+        return count
+
+    def _take_clear(self, op: ClearOp, ended: Ended) -> None:
+        self._judge_write(ended.error)
+        if op not in self._clears:  # it was tried twice
+            return
+        if ended.error is None:
+            self._clears.remove(op)
+            self._others.clearing.remove(op.scope)
+            self._others.cleared.note(op.scope, op.up_to)
+        elif not self._writes.is_open:
+            self._workers.write(op)
+
+    # ---- the owner's loop
+
+    def poll(self) -> list[Done]:
+        while self._workers.results:
+            self._take(self._workers.results.popleft())
+        self._pump()
+        if self._is_closed:
+            self._free_place()
+        done, self._done = self._done, []
+        return done
+
+    def _end(self, done: Done) -> None:
+        self._done.append(done)
+        self._wake()
+
+    def _take(self, ended: Ended) -> None:
+        """What a thread says."""
+        self._since_ms.pop(ended.op, None)
+        self._hung.discard(ended.op)
+        match ended.op:
+            case LookOp():
+                self._take_look(ended)
+            case LoadOp() as op:
+                self._take_load(op, ended)
+            case StoreOp() as op:
+                self._stores.take(op, ended)
+                self._judge_write(ended.error)
+            case FreeOp() as op:
+                self._stores.take_free(op, ended)
+                self._judge_write(ended.error)
+            case ClearOp() as op:
+                self._take_clear(op, ended)
+            case SweepOp():
+                self._is_sweeping = False
+                self._stores.take_sweep(ended)
+                self._judge_write(ended.error)
+            case AliveOp() | ClaimOp():
+                self._take_alive(ended)
+
+    def _take_alive(self, ended: Ended) -> None:
+        if not self._writes.is_probing:
+            self._judge_write(ended.error)
+            return
+        self._is_lost = isinstance(ended.error, PartLost)
+        self._writes.probed(ended.error, self._now_ms)
+        if ended.journal is not None:
+            self._change_own(ended.journal)
+        if ended.error is None:
+            for op in self._clears:
+                self._workers.write(op)
+
+    def _change_own(self, journal: Journal) -> None:
+        """Go on in the part that was taken in place of one that was lost."""
+        self._journal = journal
+        self._others.change_own(self._place.own)
+        self._take_own()
+        known, last = self._others.known(), self._stores.sequence
+        self._clears = [ClearOp(op.scope, known, last) for op in self._clears]
+        logger.warning("shared_dir %s: ours is %s now", self.path, self._place.own.hex()[:8])
+
+    def _pump(self) -> None:
+        if self._writes.is_open or self._is_closed:
+            return
+        if self._stores.wants_sweep and not self._is_sweeping:
+            self._sweep()
+        self._stores.write_on()
+
+    def _sweep(self) -> None:
+        self._is_sweeping = True
+        self._workers.write(SweepOp(set(self._view.keys_of(self._view.own))))
+
+    def tick(self, now_ms: int) -> None:
+        self._now_ms = max(self._now_ms, now_ms)
+        self._stores.drop_old(self._now_ms)
+        if self._is_closed:
+            return
+        if self._writes.wants_probe(self._now_ms):
+            is_claim = self._is_lost and not self._workers.are_writing
+            self._workers.write(ClaimOp(self._others.cleared) if is_claim else AliveOp())
+        elif not self._writes.is_open and self._now_ms - self._alive_ms >= ALIVE_MS:
+            self._alive_ms = self._now_ms
+            self._workers.write(AliveOp())
+        self._see_hung()
+        is_due = not self._reads.is_open and self._now_ms - self._looked_ms >= LOOK_MS
+        if self._reads.wants_probe(self._now_ms) or is_due:
+            self._look_around()
+        self._pump()
+
+    # ---- when the place fails
+
+    def _see_hung(self) -> None:
+        """A call that does not come back says nothing: only time can tell, and once is enough."""
+        running = self._workers.running_reads()
+        self._since_ms = {op: self._since_ms.get(op, self._now_ms) for op in running}
+        late = {op for op, since in self._since_ms.items() if self._now_ms - since > T_LOAD_MS}
+        if not late <= self._hung and self._reads.hung(T_LOAD_MS, self._now_ms):
+            self._break_reads()
+        self._hung = late
+
+    def _judge_read(self, error: Exception | None) -> None:
+        if self._reads.is_probing and self._look is None:
+            self._reads.probed(error, self._now_ms)
+        elif error is None:
+            self._reads.worked()
+        elif self._reads.failed(error, self._now_ms):
+            self._break_reads()
+
+    def _break_reads(self) -> None:
+        """Whoever waits is told now."""
+        self._take_back_loads(LoadOutcome.BROKEN)
+        self._answer_empty()
+        self._stores.take_back(StoreOutcome.BROKEN)
+
+    def _answer_empty(self) -> None:
+        for job in self._asking:
+            self._end(Found(job.number, [], may_go_on=False))
+        self._asking.clear()
+
+    def _take_back_loads(self, outcome: LoadOutcome) -> None:
+        """Loads that no thread has begun end so."""
+        for op in self._workers.take_loads():
+            op.row.holds -= 1
+            self._end_load(op.job, outcome)
+
+    def _judge_write(self, error: Exception | None) -> None:
+        if error is None:
+            self._writes.succeeded()
+        elif self._writes.failed(error, self._now_ms):
+            self._is_lost = isinstance(error, PartLost)
+            self._stores.take_back(StoreOutcome.BROKEN)
+
+    # ---- numbers and the end
+
+    def statistics(self) -> TierStatistics:
+        return TierStatistics(
+            state=self._writes.reason or self._reads.reason or "on",
+            bytes_used=self._stores.used_bytes,
+            bytes_max=self.bytes_max,
+            records=len(self._view),
+            queued_bytes=self._stores.queued_bytes,
+            loaded=dict(self._loaded),
+            stored=dict(self._stores.outcomes),
+            loaded_bytes=self._loaded_bytes,
+            stored_bytes=self._stores.stored_bytes,
+            evicted=self._stores.evicted,
+        )
+
+    def close(self, timeout_s: float) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._answer_empty()
+        self._take_back_loads(LoadOutcome.CLOSED)
+        self._stores.take_back(StoreOutcome.CLOSED)
+        self._workers.stop(timeout_s)
+        self._free_place()
+
+    def _free_place(self) -> None:
+        """Once no thread works there any more the next one may."""
+        if not self._is_freed and self._workers.are_done:
+            self._is_freed = True
+            with suppress(OSError):
+                self._journal.close()
+            self._place.free()
+
+    def check_integrity(self) -> None:
+        """Assert that the parts agree; looks at each record."""
+        self._view.check_integrity()
+        self._stores.check_integrity()

@@ -1,0 +1,161 @@
+"""Members that are killed at any moment, and members that do anything in any order."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvtide.core.records import Record
+from kvtide.testing.tier_drive import DrivenTier
+from kvtide.testing.tier_records import chain_of, root_of, text
+from kvtide.tiers.base import LoadOutcome, StoreOutcome
+from kvtide.units import MiB
+from tests.tiers.disk_place import flip, payload_offset
+from tests.tiers.shared_place import (
+    ROOT,
+    SMALL,
+    bytes_taken,
+    driven,
+    file_of,
+    look,
+    part_of,
+    shared_of,
+    tails,
+)
+
+HOUSE = Path(__file__).parents[2]
+CAP_BYTES = 4 * MiB
+
+
+def run_until_killed(path: Path, seed: int, chains: int) -> list[int]:
+    """Let a process store so many chains and a bit; the numbers that it said."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HOUSE), os.environ.get("PYTHONPATH", "")])
+    }
+    command = [sys.executable, "-m", "tests.tiers.sharing", str(path), str(CAP_BYTES), str(seed)]
+    child = subprocess.Popen(
+        command, cwd=HOUSE, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    with child, child.stdout as said:
+        numbers = [int(said.readline()) for _ in range(chains)]
+        child.send_signal(signal.SIGKILL)
+        numbers += [int(line) for line in said if line.endswith("\n")]
+    return numbers
+
+
+def test_a_member_that_was_killed_is_followed_at_once_and_nothing_of_it_is_lost(
+    tmp_path: Path,
+) -> None:
+    """Its owner is proven dead; what it was writing goes, what it said to be stored is there."""
+    kv = tmp_path / "kv"
+    draw = random.Random(1)
+    with driven(kv, CAP_BYTES) as watcher:
+        own = part_of(shared_of(watcher))
+        for turn in range(6):
+            numbers = run_until_killed(kv, 100 * turn, draw.randint(1, 12))
+            chains = [chain_of(ROOT, SMALL, text(number, 10)) for number in numbers]
+            look(watcher)
+            with driven(kv, CAP_BYTES) as follower:
+                parts = {path for path in kv.iterdir() if path.is_dir()}
+                assert parts == {own, part_of(shared_of(follower))}, "its part is taken again"
+                for chain in chains:
+                    for member in (watcher, follower):
+                        assert member.find(chain[:2], chain[2].digests) == chain
+                        assert {member.load(record) for record in chain} == {LoadOutcome.LOADED}
+                follower.keep(tails(1, first=5000 + turn))
+                part = part_of(shared_of(follower))
+                assert not list(part.rglob("*.tmp"))
+                files = [path for path in part.glob("??/*") if path.is_file()]
+                assert len(files) == sum(1 for _ in shared_of(follower)._view.own_rows())
+                assert bytes_taken(part) <= CAP_BYTES
+                shared_of(follower).check_integrity()
+            shared_of(watcher).check_integrity()
+
+
+SALTS = ("", "one", "two")
+CHAINS = [
+    chain_of(root_of(salt=salt), SMALL, text(number, 10)) for salt in SALTS for number in range(6)
+]
+
+
+class World:
+    """Three members, and what each must not find."""
+
+    def __init__(self, stack: ExitStack, kv: Path, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.kv = kv
+        self._stack = stack
+        self.members: list[DrivenTier] = []
+        self.cleared: list[set[bytes]] = []
+        for _ in range(3):
+            self.members.append(self.open())
+            self.cleared.append(set())
+
+    def open(self) -> DrivenTier:
+        return self._stack.enter_context(driven(self.kv, MiB))
+
+    def step(self) -> None:
+        at = self.draw.randrange(len(self.members))
+        member = self.members[at]
+        chain = self.draw.choice(CHAINS)
+        part = chain[: self.draw.randint(1, len(chain))]
+        what = self.draw.choice(["store"] * 8 + ["load"] * 8 + ["look"] * 6 + ["rare"])
+        if what == "store":
+            for record, outcome in zip(part, member.store(part), strict=True):
+                if outcome is StoreOutcome.STORED:
+                    for cleared in self.cleared:
+                        cleared.discard(record.key)
+        elif what == "load":
+            for record in member.find(chain[:2], chain[2].digests):
+                assert record.key not in self.cleared[at], "it was cleared"
+                outcome = member.load(record)
+                assert outcome in (LoadOutcome.LOADED, LoadOutcome.ABSENT, LoadOutcome.CORRUPT)
+        elif what == "look":
+            look(member)
+        else:
+            self.rare(at, chain)
+
+    def rare(self, at: int, chain: list[Record]) -> None:
+        """A clear, a new start, or a file that is damaged or removed."""
+        member = self.members[at]
+        what = self.draw.choice(["clear", "restart", "damage", "remove"])
+        file = file_of(shared_of(member), self.draw.choice(chain))
+        if what == "clear":
+            digest = self.draw.choice([None, chain[0].root.salt_digest])
+            member.tier.clear(digest)
+            roots = (one for one in CHAINS if digest in (None, one[0].root.salt_digest))
+            self.cleared[at] |= {record.key for one in roots for record in one}
+        elif what == "restart":
+            own = part_of(shared_of(member))
+            member.close(30)
+            self.members[at] = self.open()
+            assert part_of(shared_of(self.members[at])) == own, "the only one that is free"
+        elif file.exists():
+            if what == "damage":
+                flip(file, payload_offset(chain[0]) + 5)
+            else:
+                file.unlink()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_members_do_promises_are_kept(tmp_path: Path, seed: int) -> None:
+    """Every byte that is loaded is right, nothing that was cleared is found, caps hold; at the
+    end all agree on what is there."""
+    with ExitStack() as stack:
+        world = World(stack, tmp_path / "kv", seed)
+        for _ in range(150):
+            world.step()
+        for member in world.members:
+            look(member)
+            shared_of(member).check_integrity()
+            assert bytes_taken(part_of(shared_of(member))) <= MiB
+        for at, member in enumerate(world.members):
+            for chain in CHAINS:
+                for record in member.find(chain[:2], chain[2].digests):
+                    assert record.key not in world.cleared[at]
