@@ -152,7 +152,7 @@ def test_a_package_that_hangs_does_not_keep_a_node_from_serving(
 
 def test_another_package_cannot_take_the_name_of_a_type_of_ours(site: Path) -> None:
     install(site, "impostor", {"disk": "impostor:TYPE"})
-    assert registry.references()["disk"].value == registry.BUILT_IN["disk"]
+    assert registry.references()["disk"] == registry.BUILT_IN["disk"]
     assert registry.load("disk").options
 
 

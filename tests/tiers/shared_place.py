@@ -85,3 +85,10 @@ def look(tier: DrivenTier) -> None:
 def tails(count: int, first: int = 0) -> list[Record]:
     """Records of one block, each right below the root."""
     return [chain_of(ROOT, TINY, text(number, 1))[0] for number in range(first, first + count)]
+
+
+def wait_on(tier: DrivenTier) -> None:
+    """Until it works again, by itself."""
+    while tier.tier.statistics().state != "on":
+        tier.pass_time(60_000)
+        tier.poll_for(0.02)

@@ -8,14 +8,14 @@ packages by an entry point of the group `kvtide.tiers`. A module is imported whe
 it. The names of ours cannot be taken by others.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 from kvtide import tier_entries
 from kvtide.errors import ConfigError
-from kvtide.tier_entries import GROUP, Option, TierEntry
+from kvtide.tier_entries import Option, TierEntry
 from kvtide.tiers.base import Tier
 
 
@@ -48,11 +48,9 @@ BUILT_IN = {
 """References of ours; their options stand in `kvtide.tier_values`, where settings are read."""
 
 
-def references() -> dict[str, metadata.EntryPoint]:
-    """All types that are there, by name, ours first; none is loaded."""
-    ours = {name: metadata.EntryPoint(name, value, GROUP) for name, value in BUILT_IN.items()}
-    others = {point.name: point for point in metadata.entry_points(group=GROUP)}
-    return ours | {name: point for name, point in others.items() if name not in ours}
+def references() -> dict[str, str]:
+    """All types that are there: name and reference of each, ours first; none is loaded."""
+    return BUILT_IN | tier_entries.installed() | BUILT_IN
 
 
 def load(name: str) -> TierType:
@@ -61,23 +59,20 @@ def load(name: str) -> TierType:
     Raises:
         ConfigError: there is none, its package cannot be imported, or it is no `TierType`.
     """
-    if name in BUILT_IN:
-        reference = metadata.EntryPoint(name, BUILT_IN[name], GROUP)
-    else:
-        found = references()
-        if name not in found:
-            raise ConfigError(f"no tier has the type {name!r}; known are {', '.join(found)}")
-        reference = found[name]
+    found = BUILT_IN if name in BUILT_IN else references()
+    if name not in found:
+        raise ConfigError(f"no tier has the type {name!r}; known are {', '.join(found)}")
+    module, _, attribute = found[name].partition(":")
     try:
-        loaded = reference.load()
+        loaded = getattr(importlib.import_module(module.strip()), attribute.strip())
     except Exception as error:  # whatever code of another package does when it is imported
         raise ConfigError(
-            f"tiers of type {name} cannot be used: {reference.value} cannot be imported"
+            f"tiers of type {name} cannot be used: {found[name]} cannot be imported"
             f" ({type(error).__name__}: {error})"
         ) from error
     if not isinstance(loaded, TierType):
         raise ConfigError(
-            f"tiers of type {name} cannot be used: {reference.value} is no kvtide TierType"
+            f"tiers of type {name} cannot be used: {found[name]} is no kvtide TierType"
         )
     return loaded
 

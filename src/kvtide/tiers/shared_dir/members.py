@@ -150,11 +150,12 @@ class Place:
                 if self._has_freed(member, now_s) and self._make_owner(member):
                     self.own = member
                     return
-        member = secrets.token_bytes(MEMBER_BYTES)
-        self.files.make_directory(self.at(member))
-        if not self._make_owner(member):
-            raise ConfigError(f"{self.at(member)} is somebody's already: that cannot be")
-        self.own = member
+        while True:
+            member = secrets.token_bytes(MEMBER_BYTES)
+            self.files.make_directory(self.at(member))
+            if self._make_owner(member):  # else somebody who looks for a free one was quicker
+                self.own = member
+                return
 
     def _require_own(self) -> None:
         """Nobody else may write there: records are proven against damage, not against forgery.

@@ -346,6 +346,7 @@ class SharedDirTier:
         self._take_own()
         known, last = self._others.known(), self._stores.sequence
         self._clears = [ClearOp(op.scope, known, last) for op in self._clears]
+        self._look_around()
         logger.warning("shared_dir %s: ours is %s now", self.path, self._place.own.hex()[:8])
 
     def _pump(self) -> None:

@@ -1,0 +1,200 @@
+"""A shared directory in trouble: stale handles, errors, mounts that vanish or hang, no room."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvtide.errors import ConfigError
+from kvtide.testing.faulty_files import Call, FaultyFiles
+from kvtide.testing.tier_records import BLOCKS_PER_CHUNK, chain_of, layout_of, text
+from kvtide.tiers.base import LoadOutcome, StoreOutcome
+from kvtide.units import KiB, MiB
+from tests.tiers.disk_place import flip
+from tests.tiers.shared_place import (
+    ROOT,
+    SMALL,
+    bytes_taken,
+    driven,
+    files_of,
+    look,
+    part_of,
+    shared_of,
+    tails,
+    wait_on,
+)
+
+LARGE = layout_of(64 * KiB)
+
+
+@pytest.fixture
+def kv(tmp_path: Path) -> Path:
+    """The directory."""
+    return tmp_path / "kv"
+
+
+def test_a_stale_handle_is_a_miss(kv: Path) -> None:
+    """Somebody else has removed the file while it was read."""
+    records = tails(2)
+    with driven(kv) as here, driven(kv) as there:
+        here.keep(records)
+        look(there)
+        assert there.is_there(records[0])
+        files_of(shared_of(there)).fail(Call.READ, errno.ESTALE, count=1, path_part="/")
+        assert there.load(records[0]) is LoadOutcome.ABSENT
+        assert there.load(records[1]) is LoadOutcome.LOADED
+
+
+@pytest.mark.parametrize(
+    ("code", "is_there"), [(errno.ESTALE, True), (errno.EACCES, False), (errno.EIO, True)]
+)
+def test_one_journal_that_cannot_be_read_costs_no_more_than_its_member(
+    kv: Path, code: int, *, is_there: bool
+) -> None:
+    """One that is being replaced is read the next time; what is not for us to see is not there.
+    An error of the place is neither: nothing is forgotten by it."""
+    with driven(kv) as here, driven(kv) as there, driven(kv) as other:
+        there.keep(tails(1))
+        other.keep(tails(1, first=9))
+        look(here)
+        part = part_of(shared_of(there)).name
+        files_of(shared_of(here)).fail(Call.OPEN, code, path_part=f"{part}/journal")
+        for _ in range(2):
+            look(here)
+        assert here.is_there(tails(1)[0]) is is_there
+        assert here.is_there(tails(1, first=9)[0])
+        assert here.tier.statistics().state == "on"
+        files_of(shared_of(here)).heal()
+        there.keep(tails(1, first=20))
+        look(here)
+        assert all(map(here.is_there, [*tails(1), *tails(1, first=20)]))
+
+
+class PlainFiles(FaultyFiles):
+    """A file system without direct I/O, as some are."""
+
+    def open(self, path: str, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+        return super().open(path, flags)
+
+
+def test_a_file_system_without_direct_io_will_do(kv: Path) -> None:
+    """Then the page cache is told that it need not keep what host memory does."""
+    records = chain_of(ROOT, SMALL, text(1, 10))
+    with driven(kv, files=PlainFiles()) as here, driven(kv) as there:
+        here.keep(records)
+        look(there)
+        for tier in (here, there):
+            assert {tier.load(record) for record in records} == {LoadOutcome.LOADED}
+        assert files_of(shared_of(here)).calls[Call.DROP_CACHED] == 6
+        assert files_of(shared_of(there)).calls[Call.DROP_CACHED] == 0
+
+
+def test_an_error_is_no_miss(kv: Path) -> None:
+    """The record is still there when the place works again."""
+    (record,) = tails(1)
+    with driven(kv) as tier:
+        tier.keep([record])
+        files_of(shared_of(tier)).fail(Call.READ, errno.EIO, count=1)
+        assert tier.load(record) is LoadOutcome.FAILED
+        assert tier.load(record) is LoadOutcome.LOADED
+
+
+def test_a_mount_that_vanishes_and_comes_back(kv: Path) -> None:
+    """Nothing is a miss that is only gone for now, and nothing is written where it was."""
+    records = tails(20)
+    with driven(kv) as tier:
+        tier.keep(records[:4])
+        files = files_of(shared_of(tier))
+        shutil.move(kv, kv.parent / "away")
+        assert {tier.load(record) for record in records[:4]} == {LoadOutcome.FAILED}
+        outcomes = tier.store(records[4:12])
+        assert set(outcomes) <= {StoreOutcome.FAILED, StoreOutcome.BROKEN}
+        assert not kv.exists(), "nothing is made where the mount was"
+        shutil.move(kv.parent / "away", kv)
+        wait_on(tier)
+        assert {tier.load(record) for record in records[:4]} == {LoadOutcome.LOADED}
+        tier.keep(records[4:])
+        assert files.calls[Call.WRITE]
+
+
+def test_lookups_do_not_wait_for_a_place_that_hangs(kv: Path) -> None:
+    """Those that wait are answered after two seconds, all later ones at once."""
+    records = tails(3)
+    with driven(kv) as tier:
+        tier.keep(records[:1])
+        with files_of(shared_of(tier)).stalled():
+            tier.pass_time(100)
+            waiting = tier.ask((), records[1].digests, root=ROOT, layout=records[1].layout)
+            files_of(shared_of(tier)).wait_stalled(1)
+            for _ in range(4):
+                tier.poll()
+                tier.pass_time(1_000)
+            assert tier.found(waiting).records == []
+            assert "has not come back" in tier.tier.statistics().state
+            at_once = tier.ask((), records[0].digests, root=ROOT, layout=records[0].layout)
+            assert tier.found(at_once).records == []
+            assert tier.load(records[0]) is LoadOutcome.BROKEN
+        wait_on(tier)
+        assert tier.load(records[0]) is LoadOutcome.LOADED
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_server_takes_nothing_and_leaves_nothing_behind(kv: Path, code: int) -> None:
+    records = tails(3)
+    with driven(kv) as tier:
+        tier.keep(records[:1])
+        for call in (Call.WRITE, Call.SYNC):
+            files_of(shared_of(tier)).fail(call, code, count=1)
+            assert tier.store(records[1:2]) == [StoreOutcome.NO_ROOM]
+            assert len(list(part_of(shared_of(tier)).glob("??/*"))) == 1
+        tier.keep(records[1:])
+        assert all(map(tier.is_there, records))
+        shared_of(tier).check_integrity()
+
+
+def test_a_part_of_another_version_is_left_alone(kv: Path) -> None:
+    """Whether its owner is there or not; nothing of it is found, and nothing changed."""
+    with driven(kv) as tier:
+        tier.keep(tails(2))
+        journal = part_of(shared_of(tier)) / "journal"
+    flip(journal, 8)
+    before = journal.read_bytes()
+    with driven(kv) as tier:
+        assert part_of(shared_of(tier)) != journal.parent
+        assert not any(map(tier.is_there, tails(2)))
+        tier.keep(tails(2))
+    assert journal.read_bytes() == before
+    assert not (journal.parent / "owner").exists()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o1777])
+def test_a_directory_that_others_may_write_to_is_refused(kv: Path, mode: int) -> None:
+    """With what to do; nothing is made in it."""
+    kv.mkdir()
+    kv.chmod(mode)
+    with pytest.raises(ConfigError, match="chmod it to 700"), driven(kv):
+        pass
+    assert not list(kv.iterdir())
+
+
+def test_a_cap_that_was_lowered_holds_from_the_start(kv: Path) -> None:
+    """Before anything is served."""
+    records = [chain_of(ROOT, LARGE, text(number, BLOCKS_PER_CHUNK))[0] for number in range(12)]
+    with driven(kv, 8 * MiB) as tier:
+        tier.keep(records)
+    with driven(kv, MiB) as tier:
+        assert bytes_taken(part_of(shared_of(tier))) <= MiB
+        there = [record for record in records if tier.is_there(record)]
+        assert len(there) >= 2
+        assert {tier.load(record) for record in there} == {LoadOutcome.LOADED}
+        shared_of(tier).check_integrity()
+
+
+def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="cannot be used"), driven(tmp_path / "file" / "kv"):
+        pass

@@ -1,0 +1,266 @@
+"""Who has which part of a shared directory: members that come, go, are killed, or sleep."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvtide.testing.faulty_files import Call, FaultyFiles
+from kvtide.testing.tier_records import chain_of, text
+from kvtide.tiers.base import LoadOutcome, StoreOutcome
+from kvtide.tiers.disk.files import SystemFiles
+from kvtide.tiers.shared_dir.members import SILENT_S, PartLost, Place, Process, this_process
+from tests.tiers.shared_place import (
+    ROOT,
+    SMALL,
+    driven,
+    file_of,
+    look,
+    part_of,
+    shared_of,
+    tails,
+    wait_on,
+)
+
+
+@pytest.fixture
+def kv(tmp_path: Path) -> Path:
+    """The directory."""
+    return tmp_path / "kv"
+
+
+def test_members_have_parts_of_their_own_whatever_they_are_called(kv: Path) -> None:
+    """One host, one process, one time: the names are random, and the owner says who it is."""
+    with driven(kv) as here, driven(kv) as there:
+        assert part_of(shared_of(here)) != part_of(shared_of(there))
+        parts = {part_of(shared_of(here)), part_of(shared_of(there))}
+    with driven(kv) as one, driven(kv) as other:
+        assert {part_of(shared_of(one)), part_of(shared_of(other))} == parts, (
+            "both are taken again"
+        )
+    assert {path for path in kv.iterdir() if path.is_dir()} == parts
+
+
+def test_a_part_that_was_only_begun_is_taken(kv: Path) -> None:
+    """A kill came between its making and its first file: else such parts would add up."""
+    begun = kv / ("0a" * 16)
+    begun.mkdir(parents=True, mode=0o700)
+    kv.chmod(0o700)
+    with driven(kv) as tier:
+        assert part_of(shared_of(tier)) == begun
+        tier.keep(tails(2))
+    assert [path for path in kv.iterdir() if path.is_dir()] == [begun]
+
+
+def test_who_starts_takes_the_fullest_part_that_is_free(kv: Path) -> None:
+    with driven(kv) as empty, driven(kv) as full:
+        full.keep(tails(8))
+        wanted = part_of(shared_of(full))
+        empty.close(30)
+    with driven(kv) as tier:
+        assert part_of(shared_of(tier)) == wanted
+        assert tier.tier.statistics().records == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "is_dead"),
+    [({}, False), ({"pid": 2**22 + 1}, True), ({"start": "1"}, True)]
+    + [({"pid": 2**22 + 1} | one, False) for one in ({"boot": "other"}, {"namespace": "7"})],
+    ids=["itself", "a pid that is free", "a pid of another", "another boot", "another container"],
+)
+def test_death_is_told_only_where_it_can_be_seen(
+    change: dict[str, object], *, is_dead: bool
+) -> None:
+    """Two containers of one host name and one pid are two; a copied image boots another time."""
+    me = this_process()
+    words = {"boot": me.boot, "namespace": me.namespace, "pid": me.pid, "start": me.start}
+    assert Process(**(words | change)).is_seen_dead(me) is is_dead  # type: ignore[arg-type]
+
+
+def test_a_process_that_nobody_has_buried_is_dead() -> None:
+    """As all are below a first process that does not care for them."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    me = this_process()
+    try:
+        start = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        process = Process(me.boot, me.namespace, child.pid, start)
+        assert not process.is_seen_dead(me)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert process.is_seen_dead(me)
+    finally:
+        child.kill()
+        child.communicate()
+    assert process.is_seen_dead(me)
+
+
+def test_what_a_kill_left_that_no_row_tells_of_is_removed_before_anything_is_written(
+    kv: Path,
+) -> None:
+    """A record that was renamed and not told of, and files that were being written."""
+    with driven(kv) as tier:
+        tier.keep(tails(2))
+        part = part_of(shared_of(tier))
+        told = file_of(shared_of(tier), tails(1)[0])
+    left = [part / "00" / ("00" * 32), part / "ff" / f"{'ff' * 32}.0123.tmp", part / "owner.1.tmp"]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(told.read_bytes())
+    with driven(kv) as tier:
+        assert part_of(shared_of(tier)) == part
+        tier.keep(tails(1, first=9))
+        assert not any(path.exists() for path in left)
+        assert all(map(tier.is_there, tails(2)))
+        shared_of(tier).check_integrity()
+
+
+def test_a_silent_owner_is_followed_by_another_and_writes_no_more(kv: Path) -> None:
+    """It may be alive all the same: a machine that slept. What it holds is read as anybody's."""
+    records = tails(12)
+    with driven(kv) as first:
+        first.keep(records[:4])
+        owner = part_of(shared_of(first)) / "owner"
+        words = owner.read_text().split(" ")
+        owner.write_text(" ".join([words[0], "another-boot", *words[2:]]))
+        with driven(kv) as second:
+            assert part_of(shared_of(second)) != part_of(shared_of(first)), "it is not silent yet"
+        for path in kv.glob("*/owner"):
+            os.utime(path, (0, path.stat().st_mtime - SILENT_S - 1))
+        with driven(kv) as second:
+            assert part_of(shared_of(second)) == part_of(shared_of(first))
+            second.keep(records[4:6])
+            outcomes = first.store(records[6:])
+            assert StoreOutcome.STORED not in outcomes
+            assert outcomes[-1] is StoreOutcome.BROKEN
+            assert "another node has taken" in first.tier.statistics().state
+            assert first.load(records[0]) is LoadOutcome.LOADED
+            assert second.load(records[0]) is LoadOutcome.LOADED
+            wait_on(first)
+            assert part_of(shared_of(first)) != part_of(shared_of(second))
+            first.keep(records[6:])
+            for tier in (first, second):
+                look(tier)
+                assert {tier.load(record) for record in records[:4]} == {LoadOutcome.LOADED}
+                assert {tier.load(record) for record in records[6:]} == {LoadOutcome.LOADED}
+                shared_of(tier).check_integrity()
+        assert not owner.exists(), "who took it has freed it"
+
+
+def test_a_part_that_somebody_removes_is_followed_by_another(kv: Path) -> None:
+    """With all its records; what was cleared before stays so."""
+    records = tails(12)
+    with driven(kv) as here, driven(kv) as there:
+        there.keep(records[:2])
+        here.tier.clear(None)
+        here.keep(records[2:4])
+        look(there)
+        shutil.rmtree(part_of(shared_of(here)))
+        outcomes = here.store(records[4:])
+        assert StoreOutcome.STORED not in outcomes
+        assert outcomes[-1] is StoreOutcome.BROKEN
+        assert "was removed" in here.tier.statistics().state
+        wait_on(here)
+        here.keep(records[4:])
+        look(there)
+        assert all(map(there.is_there, [*records[:2], *records[4:]]))
+        for tier in (here, there):
+            look(tier)
+            assert not any(map(tier.is_there, records[2:4]))
+            assert {tier.load(record) for record in records[4:]} == {LoadOutcome.LOADED}
+            shared_of(tier).check_integrity()
+        here.close(30)
+        with driven(kv) as here:
+            assert {here.load(record) for record in records[4:]} == {LoadOutcome.LOADED}
+            assert not any(map(here.is_there, records[:2])), "they were cleared here"
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_of_all_who_want_a_part_one_has_it(kv: Path, *, is_silent: bool) -> None:
+    """Eight start at once, and one part is free, or its owner silent. Who was quick, and then
+    another quicker, knows it before a write."""
+    with driven(kv) as tier:
+        tier.keep(tails(2))
+        wanted = shared_of(tier)._place.own
+    if is_silent:
+        owner = kv / wanted.hex() / "owner"
+        owner.write_text("incarnation boot namespace 1 1\n1\n")
+        os.utime(owner, (0, owner.stat().st_mtime - SILENT_S - 1))
+    places = [Place(str(kv), SystemFiles()) for _ in range(8)]
+    together = threading.Barrier(len(places))
+
+    def claim(place: Place) -> None:
+        together.wait()
+        place.claim()
+
+    threads = [threading.Thread(target=claim, args=(place,)) for place in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    owners = []
+    for place in places:
+        try:
+            place.require()
+        except PartLost:
+            assert is_silent
+        else:
+            owners.append(place.own)
+    assert len(set(owners)) == len(owners), "no two have the same"
+    assert wanted in owners
+
+
+def test_a_member_that_is_removed_is_forgotten(kv: Path) -> None:
+    """By hand, with all that it had; what hung on it goes as well."""
+    first, second = chain_of(ROOT, SMALL, text(1, 8))
+    with driven(kv) as here:
+        with driven(kv) as there:
+            there.keep([first])
+            look(here)
+            assert here.find([first]) == [first]
+            here.keep([second])
+        shutil.rmtree(part_of(shared_of(there)))
+        look(here)
+        assert here.find([first, second]) == []
+        assert here.tier.statistics().records == 0
+        shared_of(here).check_integrity()
+
+
+def test_what_hangs_on_nothing_at_a_start_gives_its_room_back(kv: Path) -> None:
+    """The part that had its beginning was removed while nobody was there."""
+    first, second, tail = chain_of(ROOT, SMALL, text(1, 10))
+    with driven(kv) as here, driven(kv) as there:
+        here.keep([first])
+        look(there)
+        there.keep([second, tail, *tails(1)])
+        gone, left = part_of(shared_of(here)), part_of(shared_of(there))
+    shutil.rmtree(gone)
+    with driven(kv) as tier:
+        assert part_of(shared_of(tier)) == left
+        while len(list(left.glob("??/*"))) > 1:
+            tier.poll_for(0.05)
+        assert tier.load(tails(1)[0]) is LoadOutcome.LOADED
+        assert tier.tier.statistics().records == 1
+        shared_of(tier).check_integrity()
+
+
+def test_a_start_that_cannot_look_around_forgets_nothing(kv: Path) -> None:
+    """What its own records hang on is in another's part, which it cannot read at first."""
+    first, second = chain_of(ROOT, SMALL, text(1, 8))
+    with driven(kv) as here:
+        here.keep([first])
+        with driven(kv) as there:
+            look(there)
+            there.keep([second])
+        files = FaultyFiles()
+        part = part_of(shared_of(here)).name
+        files.fail(Call.OPEN, errno.EIO, count=1, path_part=f"{part}/journal")
+        with driven(kv, files=files) as there:
+            assert files.injected
+            look(there)
+            assert there.find([first, second]) == [first, second]
+            assert there.load(second) is LoadOutcome.LOADED
