@@ -13,6 +13,7 @@ from kvtide.errors import ConfigError
 from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadJob, StoreJob
+from kvtide.tiers.disk.stores import WRITING_MAX
 from kvtide.tiers.disk.tier import DiskTier
 from kvtide.units import KiB, MiB
 from tests.tiers.disk_place import open_disk, tails
@@ -87,7 +88,7 @@ def test_stores_that_a_breaker_ended_hold_no_cells(tmp_path: Path) -> None:
     tier = open_disk(tmp_path / "disk", woken.set, files=files)
     memory = mmap.mmap(-1, 4096)
     files.fail(Call.WRITE, errno.EIO, path_part="segment")
-    records = tails(40)
+    records = tails(2 * WRITING_MAX)  # some wait here until the breaker opens
     for number, record in enumerate(records):
         tier.store(StoreJob(number, record, [memoryview(memory)]))
     ended = 0

@@ -19,6 +19,7 @@ from tests.tiers.redis_place import QUEUE_BYTES_MAX, open_redis, part_names
 class RedisTests(TierTests):
     """The suite, through a proxy that can fail."""
 
+    tier_type = RemoteTier
     program: str
     queue_bytes_max = QUEUE_BYTES_MAX
 

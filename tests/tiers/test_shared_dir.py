@@ -21,6 +21,7 @@ from tests.tiers.shared_place import (
 class TestSharedDirTier(TierTests):
     """The suite, on the file system below pytest's directory."""
 
+    tier_type = SharedDirTier
     queue_bytes_max = QUEUE_BYTES_MAX
 
     def make_tier(self, tmp_path: Path, *, bytes_max: int) -> Tier:

@@ -13,6 +13,8 @@ from kvtide.tiers.base import Tier
 class TestSQLiteTier(TierTests):
     """The suite; tests that need a file which stands still or fails skip: it says how."""
 
+    tier_type = SQLiteTier
+
     def make_tier(self, tmp_path: Path, *, bytes_max: int) -> Tier:
         return SQLiteTier(tmp_path / "kv.sqlite", bytes_max, self.wake, self.queue_bytes_max)
 
