@@ -52,6 +52,19 @@ def example(site: Path) -> None:
     (site / "kvtide_sqlite").symlink_to(EXAMPLE / "src" / "kvtide_sqlite")
 
 
+UNNAMED = """
+from kvtide.tier_entries import Option
+from kvtide.tiers.registry import TierType
+
+class Unnamed:
+    __slots__ = ()
+
+OPTIONS = tuple(Option(name, str, "", "", default="") for name in ("path", "bytes_max"))
+TYPE = TierType(options=OPTIONS, open=lambda *_: Unnamed())
+"""
+"""A tier that does not take its name."""
+
+
 def entry(tmp_path: Path, **more: object) -> dict[str, object]:
     """An entry for it."""
     path = str(tmp_path / "kv.sqlite")
@@ -120,9 +133,10 @@ def test_values_for_another_package_are_not_shown_where_it_is_not_loaded(tmp_pat
         ("1 / 0", "ZeroDivisionError"),
         ("TYPE = 7", "broken_tier:TYPE is no kvtide TierType"),
         ("", "has no attribute 'TYPE'"),
+        (UNNAMED, "AttributeError"),
     ],
 )
-def test_a_package_that_cannot_be_imported_costs_its_tier(
+def test_a_package_that_cannot_be_used_costs_its_tier(
     site: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, code: str, said: str
 ) -> None:
     """Whoever serves in the foreground is told; a node that an engine started goes without it."""

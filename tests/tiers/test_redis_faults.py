@@ -17,6 +17,7 @@ from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.breaker import FAILURES_MAX
 from kvtide.tiers.redis.routes import Limits
+from kvtide.tiers.remote.tier import CLEARS_MAX
 from kvtide.units import KiB, MiB
 from tests.tiers.redis_place import driven, heal, part_names, well
 
@@ -381,6 +382,16 @@ def test_nodes_share_what_they_store_and_what_they_clear(server: Server) -> None
         held = [record for record in records(24) if one.is_there(record)]
         assert len(held) >= 4
         assert {other.load(record) for record in held} == {LoadOutcome.LOADED}
+
+
+def test_many_clears_of_a_salt_each_leave_all_others(server: Server) -> None:
+    """More than may wait for a server that is away, and none of them waits."""
+    chain = chain_of(ROOT, SMALL, text(1, 10))
+    with driven(server.port) as tier:
+        tier.keep(chain)
+        for number in range(2 * CLEARS_MAX):
+            assert tier.tier.clear(number.to_bytes(32)) == 0
+        assert tier.find(chain[:2], chain[2].digests) == chain
 
 
 def test_two_prefixes_share_a_server_and_nothing_else(server: Server) -> None:

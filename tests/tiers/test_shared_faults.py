@@ -156,6 +156,26 @@ def test_a_full_server_takes_nothing_and_leaves_nothing_behind(kv: Path, code: i
         shared_of(tier).check_integrity()
 
 
+def test_a_full_server_gets_room_from_what_is_evicted(kv: Path) -> None:
+    """Not even a row that says what goes finds room: then files go first."""
+    with driven(kv, MiB) as tier:
+        count = used = one = 0
+        while used + one <= MiB:
+            tier.keep(tails(1, first=count))
+            one, used = tier.tier.statistics().bytes_used - used, tier.tier.statistics().bytes_used
+            count += 1
+        assert not tier.tier.statistics().evicted
+        before = len(list(part_of(shared_of(tier)).glob("??/*")))
+        files = files_of(shared_of(tier))
+        files.fail(Call.WRITE, errno.ENOSPC, path_part="journal")
+        tier.store(tails(1, first=count))
+        assert len(list(part_of(shared_of(tier)).glob("??/*"))) < before
+        files.heal()
+        wait_on(tier)
+        tier.keep(tails(1, first=count + 1))
+        shared_of(tier).check_integrity()
+
+
 def test_a_part_of_another_version_is_left_alone(kv: Path) -> None:
     """Whether its owner is there or not; nothing of it is found, and nothing changed."""
     with driven(kv) as tier:

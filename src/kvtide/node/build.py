@@ -73,7 +73,6 @@ def _waited_for(opening: "Opening", config: NodeConfig, way: Way) -> OpenTier | 
             raise
         logger.warning("the node goes without the tier %s: %s", opening.entry.name, error)
         return None
-    tier.name = entry.name
     logger.info("tier %s", entry.shown)
     plan = TierPlan(entry.name, WritePolicy(entry.write), config.load_policy == "always")
     return OpenTier(plan, tier)
@@ -148,4 +147,6 @@ class Opening:
     def _opened(self) -> Tier:
         tier_type = registry.load(self.entry.type)
         self.entry = registry.complete(self.entry, tier_type)
-        return tier_type.open(self.entry.options, self._wake, self._queue_bytes_max)
+        tier = tier_type.open(self.entry.options, self._wake, self._queue_bytes_max)
+        tier.name = self.entry.name
+        return tier

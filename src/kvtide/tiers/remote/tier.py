@@ -159,11 +159,15 @@ class RemoteTier:
             return 0
         scope = Scope(salt_digest, fingerprint)
         known = self._census.cleared(scope)
+        self._forget_done_clears()
         if len(self._clears) >= CLEARS_MAX:
             scope = EVERYTHING
         meant = [one for one in self._pending.unended() if scope.has(one.job.record.root)]
         self._take_back_handed()
         self._drop(meant, StoreOutcome.NOT_ANCHORED)
+        if any(op.scope == EVERYTHING for op in self._clears):  # it comes ahead of any store
+            self._hand_over()
+            return known
         op = ClearOp(scope)
         self._clears.append(op)
         self._workers.clear(op)  # only now: what is doomed and has not begun never does
@@ -174,8 +178,11 @@ class RemoteTier:
 
     def _is_cleared(self, root: RootName) -> bool:
         """Whether it was cleared and the place has not taken note of it yet."""
-        self._clears = [op for op in self._clears if not op.is_done.is_set()]
+        self._forget_done_clears()
         return any(op.scope.has(root) for op in self._clears)
+
+    def _forget_done_clears(self) -> None:
+        self._clears = [op for op in self._clears if not op.is_done.is_set()]
 
     # ---- ends
 

@@ -291,9 +291,21 @@ class Hands:
             raise
 
     def _free(self, op: FreeOp) -> None:
+        """Rows first, then files. Where there is no room for rows, files make some: a record
+        without its file is absent."""
         self._place.require()
-        self._journal.take_away(op.keys)
-        for key in op.keys:
+        try:
+            self._journal.take_away(op.keys)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._unlink(op.keys)
+            self._journal.take_away(op.keys)
+        else:
+            self._unlink(op.keys)
+
+    def _unlink(self, keys: list[bytes]) -> None:
+        for key in keys:
             with suppress(FileNotFoundError):
                 self._files.unlink(self._path(self._place.own, key))
 
