@@ -8,6 +8,7 @@ import pytest
 from kvtide.cli.page import page
 from kvtide.testing.fake_engine import FakeEngine, Loaded, Shape, make_tokens
 from kvtide.testing.node_process import NodeProcess
+from kvtide.units import KiB
 from kvtide.wire.command import ask
 from tests.node.fixtures import StartNode
 from tests.node.test_engines import check_sums, idle, wait_status
@@ -58,6 +59,31 @@ def test_what_a_node_held_is_found_by_the_next(
         assert status["counts"]["tier_loads.disk.loaded"] == 3
         assert "tier_stores.disk.stored" not in status["counts"], "it came from there"
     ask(node.places, "check")
+
+
+@pytest.mark.parametrize("has_disk", [True, False])
+def test_only_where_tiers_read_and_write_is_memory_populated(
+    new_node: StartNode, disk_path: Path, has_disk: bool
+) -> None:
+    """Direct I/O into a view that is not runs at half of what drives give."""
+    node = disk_node(new_node, disk_path) if has_disk else new_node()
+    if not has_disk:
+        node.start()
+    with FakeEngine(node.places, "one"):
+        region_bytes = wait_status(node, lambda status: status["host"]["regions"])["host"][
+            "allocated_bytes"
+        ]
+        wait_status(node, lambda _: (shared_bytes(node.pid) >= region_bytes) is has_disk)
+
+
+def shared_bytes(pid: int) -> int:
+    """Shared memory in the page tables of a process."""
+    (line,) = (
+        line
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+        if line.startswith("RssShmem:")
+    )
+    return int(line.split()[1]) * KiB
 
 
 def test_more_than_memory_holds_is_still_hit(new_node: StartNode, disk_path: Path) -> None:
