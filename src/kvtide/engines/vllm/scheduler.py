@@ -24,7 +24,7 @@ from kvtide.core.instances import ROOTS_MAX
 from kvtide.core.keys import root_key, salt_digest
 from kvtide.core.plan import StorePlan, cut_runs, usable_blocks
 from kvtide.core.reasons import MissReason, OffReason
-from kvtide.engines.vllm.adapters import AdapterDigests
+from kvtide.engines.vllm.adapters import ADAPTERS_MAX, AdapterDigests
 from kvtide.engines.vllm.lookups import Lookups
 from kvtide.engines.vllm.metadata import LoadJob, StepPlan
 from kvtide.engines.vllm.session import EngineIdentity, EngineSession, Session
@@ -60,6 +60,7 @@ class SchedulerSide:
         self._new_loads: list[LoadJob] = []
         self._session: Session | None = None
         self._roots: set[bytes] = set()
+        self._adapter_paths: dict[int, str] = {}  # by number; empty where that stands for no one
         self._fingerprint = b""
         self._next_number = 1
         self._unreadable = ""  # what was said last of a request that has no name
@@ -120,15 +121,44 @@ class SchedulerSide:
             return MissReason.NODE_GONE
         adapter, lora = b"", request.lora_request
         if lora is not None:
-            # One to be loaded in place may be read anew by the engine at any time.
-            is_reread = getattr(lora, "load_inplace", False)
-            digest = None if is_reread else self._adapters.digest(lora.lora_path)
+            digest = self._adapters.digest(lora.lora_path) if self._is_alone(lora) else None
             if digest is None:
                 return MissReason.ADAPTER_UNKNOWN
             adapter = digest
         salt = request.cache_salt
         root = root_key(self._fingerprint, epoch=self._epoch, salt=salt, adapter=adapter)
         return m.RegisterRoot(root, self._epoch, salt_digest(salt))
+
+    def _is_alone(self, lora: Any) -> bool:
+        """Whether an adapter's number stands for one path, and for what was read there first.
+
+        The engine goes by the number: while that is loaded it looks at no path. One that is loaded
+        in place, or goes by a second path, is not known any more, nor is what runs under it.
+        """
+        number, path, paths = lora.lora_int_id, lora.lora_path, self._adapter_paths
+        if number not in paths and len(paths) < ADAPTERS_MAX:
+            paths[number] = path
+        if paths.get(number) == path and not getattr(lora, "load_inplace", False):
+            return True
+        if number in paths:
+            paths[number] = ""
+        named = [tracker for tracker in self._trackers.values() if tracker.chain is not None]
+        self._forget(
+            [
+                one
+                for one in named
+                if getattr(one.request.lora_request, "lora_int_id", 0) == number
+            ],
+            MissReason.ADAPTER_UNKNOWN,
+        )
+        return False
+
+    def _check_adapter(self, tracker: Tracker) -> None:
+        """Forget a request that may not compute with what it was named for any more."""
+        lora = tracker.request.lora_request
+        if lora is None or tracker.chain is None or self._adapters.is_unchanged(lora.lora_path):
+            return
+        self._forget([tracker], MissReason.ADAPTER_UNKNOWN)
 
     def _register(self, root: m.RegisterRoot) -> bool:
         """Make a root known on the present connection; False where that cannot be sent."""
@@ -191,6 +221,7 @@ class SchedulerSide:
         if tracker is None:
             return 0
         tracker.local_tokens = local_tokens
+        self._check_adapter(tracker)
         if tracker.chain is None or tracker.no_load is not None:
             return 0
         match = self._lookups.match_of(tracker)
@@ -293,6 +324,7 @@ class SchedulerSide:
             tracker = self._trackers.get(request_id)
             if tracker is None:
                 continue
+            self._check_adapter(tracker)
             request = tracker.request
             start = request.num_computed_tokens
             is_admitted = not tracker.is_counted or request_id in cached.resumed_req_ids
@@ -404,6 +436,7 @@ class SchedulerSide:
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is None:
             return
+        self._check_adapter(tracker)
         self._lookups.drop(tracker)
         self._note_preemption(tracker)
         if tracker.chain is None:
@@ -426,9 +459,17 @@ class SchedulerSide:
         """A fresh epoch: nothing stored before can be reached again. Needs no node."""
         self._epoch = secrets.token_bytes(EPOCH_BYTES)
         self.void_loads()
-        self._stores.reset(self._trackers.values())
-        for tracker in self._trackers.values():
-            tracker.no_load = MissReason.RESET
+        self._forget(list(self._trackers.values()), MissReason.RESET)
+
+    def _forget(self, trackers: list[Tracker], why: MissReason) -> None:
+        """Nothing of these requests is stored or loaded from now on."""
+        if not trackers:
+            return
+        self._stores.reset(trackers)
+        for tracker in trackers:
+            if tracker.load is not None:
+                tracker.load.is_void = True
+            tracker.no_load = why
             tracker.chain = tracker.root = None
             self._lookups.drop(tracker)
 

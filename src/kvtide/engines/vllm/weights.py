@@ -42,7 +42,9 @@ from kvtide.engines.vllm.file_digests import (
     FileIdentity,
     ReadStopped,
     claimed_digest,
+    has_other_snapshot,
     is_written_behind_link,
+    leads_elsewhere,
     lower_priority,
 )
 from kvtide.processors import leave_binding
@@ -176,9 +178,9 @@ class WeightsDigest:
         weights: what the engine loads.
         digests: how files are read, and where their digests are kept.
         thread_count: threads that read files side by side.
-        unchanged_since_ns: a file changed after this moment (realtime) turns caching off, because
-            the engine may have loaded what was there before; `process_began_ns()` of the engine.
-            None: not checked.
+        unchanged_since_ns: files changed after this moment (realtime), or on whose way a link or
+            directory was, turn caching off, because the engine may have loaded what was there
+            before; `process_began_ns()` of the engine. None: not checked.
     """
 
     def __init__(
@@ -297,7 +299,20 @@ class WeightsDigest:
             if self._too_new(file, identity):
                 return Off(OffReason.WEIGHTS_CHANGE, _TOO_NEW.format(path=path))
             files.append(file)
+        if self._is_moved(self._weights.directory, files):
+            return Off(OffReason.WEIGHTS_CHANGE, _TOO_NEW.format(path=self._weights.directory))
         return tuple(files)
+
+    def _is_moved(self, directory: Path, files: Sequence[_File]) -> bool:
+        """Whether the engine may have loaded what another directory holds."""
+        since_ns = self._unchanged_since_ns
+        if since_ns is None:
+            return False
+        if leads_elsewhere(directory, since_ns):
+            return True
+        if all(file.claimed is not None for file in files):  # the engine may have fetched it
+            return has_other_snapshot(directory, since_ns)
+        return directory.stat().st_ctime_ns > since_ns
 
     def _is_believable(self, path: Path, identity: FileIdentity) -> bool:
         """Whether nothing says that a blob may have been written since it got its name."""
@@ -309,7 +324,9 @@ class WeightsDigest:
     def _too_new(self, file: _File, identity: FileIdentity) -> bool:
         """A blob may be new, if it holds what it is called: the engine may have fetched it."""
         since_ns = self._unchanged_since_ns
-        return file.claimed is None and since_ns is not None and identity.ctime_ns > since_ns
+        if file.claimed is not None or since_ns is None:
+            return False
+        return identity.ctime_ns > since_ns or leads_elsewhere(file.path, since_ns)
 
     def _drain(self) -> None:
         """Each thread: read files until none is left. The last one to end says so."""
