@@ -42,6 +42,7 @@ class Segment:
         is_sealed: nothing is appended to it any more, and the writing thread has done with it.
         writer_ops: removals that the writing thread has; while there are any, all go to it.
         is_rewriting: its index is being written anew.
+        is_stale: this failed, and has not worked since.
         is_going: it is being unlinked.
         indexed: rows of its index.
         kinds: of the records written to it, which take `kinds_bytes` in its index; `row_count` and
@@ -56,6 +57,7 @@ class Segment:
     is_sealed: bool = False
     writer_ops: set[FreeOp | UnlinkOp] = field(default_factory=set)
     is_rewriting: bool = False
+    is_stale: bool = False
     is_going: bool = False
     indexed: int = 0
     kinds: set[Kind] = field(default_factory=set)

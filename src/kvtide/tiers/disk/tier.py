@@ -303,7 +303,13 @@ class DiskTier:
                 self._judge_write(ended.error)
             case SealOp() as op:
                 self._space.measured(op.segment, ended.allocated)
-                self._room.sealed(ended)
+                if self._room.sealed(ended):
+                    logger.warning(
+                        "disk %s: the index of segment %d could not be written anew: %s",
+                        self.path,
+                        op.segment,
+                        ended.error,
+                    )
             case ClearOp():
                 self._clears.ended(ended)
                 self._judge_write(ended.error)
