@@ -62,8 +62,8 @@ class LazyCatalog(Catalog):
     def sweep(self) -> list[Place]:
         if self._untaken:
             self._take_in([self._untaken.pop()])
-        if not self._doomed:
-            return super().sweep()
+        elif not self._doomed:
+            return super().sweep()  # not before all are rows: it would pass by those that come
         places, self._doomed = self._doomed, []
         return places
 
