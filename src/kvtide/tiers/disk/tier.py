@@ -451,10 +451,12 @@ class DiskTier:
             self._take_results()
 
     def _settle(self, until: float) -> None:
-        """Let what runs end, and give back what that leaves, as long as there is time."""
+        """Let what runs end, and give back what that leaves, as long as there is time. Half of it
+        is the threads': what nobody can reach by then the next start takes away."""
+        sweep_until = (time.monotonic() + until) / 2
         while True:
             self._take_results()
-            while not self._catalog.is_swept:
+            while not self._catalog.is_swept and time.monotonic() < sweep_until:
                 self._room.sweep()
             if not self._writes.is_open:
                 self._room.flush()
