@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from kvtide.errors import ConfigError
+from kvtide.testing.faulty_files import Call
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from tests.tiers.disk_place import (
     assert_holds,
     disk_of,
     driven,
+    files_of,
     keep,
     open_disk,
     place_of,
@@ -143,6 +145,23 @@ def test_a_node_whose_segments_are_anothers_by_now_takes_nothing_for_its_own(kv:
             first.poll_for(0.02)
     with driven(kv) as third:
         assert_holds(third, [*others, mine[0]], [])
+
+
+def test_a_store_that_comes_too_late_makes_no_hole_in_anothers_segment(kv: Path) -> None:
+    """Its bytes were on their way when the directory was emptied and taken: where they were to be
+    lies a record of the other's by now."""
+    with driven(kv) as first:
+        faults = files_of(disk_of(first))
+        faults.stall(Call.WRITE)
+        job = first.submit_store(tails(1)[0])
+        faults.wait_stalled(1)
+        for path in kv.iterdir():
+            path.unlink()
+        with driven(kv) as second:
+            second.keep(tails(1, first=50))
+            faults.release()
+            assert first.stored(job) is StoreOutcome.FAILED
+            assert_holds(second, tails(1, first=50), [])
 
 
 def test_nothing_of_before_is_found_once_an_emptied_directory_is_used_again(kv: Path) -> None:

@@ -252,10 +252,10 @@ class Writer:
         if self._open is not None and self._open.number == number:
             self._punch(self._open.descriptor, places)
             return
+        self._directory.require()  # its number may be another node's by now
         try:
             descriptor = self._directory.open_segment(number, os.O_RDWR)
         except FileNotFoundError:
-            self._directory.require()
             return  # somebody removed it: its space is free
         try:
             self._punch(descriptor, places)
