@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvtide.tiers.disk import columns, rows
 from kvtide.tiers.disk.catalog import Place
-from kvtide.tiers.disk.directory import SEGMENT_NUMBER_MAX
+from kvtide.tiers.disk.directory import SEGMENT, SEGMENT_NUMBER_MAX, Ours
 from kvtide.tiers.disk.ops import FreeOp, UnlinkOp
 from kvtide.tiers.disk.rows import Kind
 from kvtide.units import GiB, KiB, MiB, round_up
@@ -158,6 +158,12 @@ class Space:
         assert segment is not self.active, segment.number
         self.measured_bytes -= segment.allocated_bytes
         del self.segments[segment.number]
+
+    def ours(self) -> Ours:
+        """What should be in the directory."""
+        segments = self.segments.items()
+        there = (n for n, segment in segments if segment.live and SEGMENT in segment.allocated)
+        return Ours(frozenset(there), self.next_number)
 
     def check_integrity(self) -> None:
         """Sums are sums."""

@@ -118,7 +118,7 @@ class DiskTier:
         self._catalog = LazyCatalog()
         self._space = Space(bytes_max, segment_bytes)
         self._directory = Directory(str(path.absolute()), files or SystemFiles(), sync)
-        self._lock_descriptor = -1
+        self._emptied = 0
         disk = f"disk {self._directory.path}"
         self._reads = Breaker("reads", disk, logger)
         self._writes = Breaker("writes", disk, logger)
@@ -137,7 +137,6 @@ class DiskTier:
         doomed = start.open_directory(
             self._directory, self._catalog, self._space, self._clears, floor_bytes
         )
-        self._lock_descriptor = self._directory.lock_descriptor
         for place in doomed:
             self._room.give_back(place)
         self._begin()
@@ -264,7 +263,7 @@ class DiskTier:
         if self._is_closed:
             return
         if self._writes.wants_probe(self._now_ms):
-            self._workers.write(ProbeOp())
+            self._workers.write(ProbeOp(self._space.ours()))
             self._clears.retry()  # the first thing that works
         elif not self._writes.is_open:
             self._clears.retry()
@@ -273,7 +272,8 @@ class DiskTier:
             self._break_reads()
         if not self._hung.are_all and self._reads.wants_probe(self._now_ms):
             row = next(iter(self._catalog.index.values()), None)
-            self._workers.write(ReadProbeOp(None if row is None else self._catalog.place(row)))
+            place = None if row is None else self._catalog.place(row)
+            self._workers.write(ReadProbeOp(place, self._space.ours()))
         if not (self._writes.is_open or self._is_measuring) and (
             self._now_ms - self._measured_ms >= MEASURE_MS
         ):
@@ -362,9 +362,9 @@ class DiskTier:
 
     def _look_at_directory(self) -> None:
         """Where a probe has made an emptied directory ours again, nothing is left of before."""
-        lock = self._directory.lock_descriptor  # changes only with its success
-        if lock != self._lock_descriptor and not self._is_closed:
-            self._lock_descriptor = lock
+        emptied = self._directory.emptied
+        if emptied != self._emptied and not self._is_closed:
+            self._emptied = emptied
             self._catalog.retire(self._kinds_of(EVERYTHING))
             self._room.roll()
             self._wake()

@@ -150,7 +150,7 @@ class Writer:
             case SealOp():
                 self._seal(op)
             case ProbeOp():
-                self._probe()
+                self._probe(op)
             case ReadProbeOp():
                 self._read_probe(op)
             case ClearOp():
@@ -327,15 +327,15 @@ class Writer:
 
     # ---- healing
 
-    def _probe(self) -> None:
+    def _probe(self, op: ProbeOp) -> None:
         self._close_segment()  # it may lie where nobody finds it any more
         if not self._directory.is_there():
-            self._directory.renew()
+            self._directory.renew(op.ours)
         self._directory.probe()
 
     def _read_probe(self, op: ReadProbeOp) -> None:
         if not self._directory.is_there():
-            self._directory.renew()
+            self._directory.renew(op.ours)
         if op.place is None:
             return
         try:
