@@ -365,7 +365,9 @@ class DiskTier:
         emptied = self._directory.emptied
         if emptied != self._emptied and not self._is_closed:
             self._emptied = emptied
-            self._catalog.retire(self._kinds_of(EVERYTHING))
+            kinds = self._kinds_of(EVERYTHING)
+            self._catalog.retire(kinds)
+            self._stores.clear(kinds)
             self._room.roll()
             self._wake()
 
