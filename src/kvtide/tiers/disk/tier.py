@@ -187,7 +187,6 @@ class DiskTier:
         elif self._writes.is_open or self._reads.is_open:
             self._stores.end(job.number, StoreOutcome.BROKEN)
         else:
-            self._catalog.take_rest()
             self._stores.add(job)
             self._pump()
 
@@ -390,7 +389,7 @@ class DiskTier:
         if not self._writes.is_open:
             self._stores.write_on()
             limit = int(WATERMARK_RATIO * self.bytes_max)
-            if not self._is_closed:
+            if self._catalog.is_taken_in and not self._is_closed:
                 self._room.evict(0, limit)
             self._room.flush()
             if self._room.has_more:
