@@ -109,6 +109,7 @@ class World:
 
     def empty(self) -> None:
         """Somebody removes all, one file after the other, while records are loaded."""
+        self.settle_stores()
         names = sorted(one.name for one in disk_of(self.tier).path.iterdir())
         for name in names:
             if name != LOCK:
