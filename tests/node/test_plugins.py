@@ -75,6 +75,7 @@ def read(*entries: dict[str, object]) -> config.Config:
     return config.read(environ={"KVTIDE_TIERS": json.dumps(entries)})
 
 
+@pytest.mark.long
 def test_the_example_keeps_every_promise_of_a_tier() -> None:
     """By its own tests, as its author runs them."""
     paths = [str(EXAMPLE / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -26,6 +26,7 @@ from kvtide.core.index import Entry, Index, Matched, Root
 from kvtide.core.instances import Instance
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.core.lending import Grant, Lending
+from kvtide.core.reasons import CutReason
 from kvtide.core.records import Record
 from kvtide.core.tiering import TierPlan
 from kvtide.units import MiB
@@ -208,7 +209,7 @@ class Promotions:
         if not _is_short(question, matched):
             return False
         if sum(name.engine_id == instance.engine_id for name in self._waiting) >= PROMOTIONS_MAX:
-            self._count("promotions.too_many", 1)
+            self._cut(CutReason.TOO_MANY)
             return False
         deepest = matched.entries[matched.chunks - 1] if matched.chunks else parent
         promotion = Promotion(instance, question, deepest, matched.chunks, self._now())
@@ -224,7 +225,7 @@ class Promotions:
         while promotion.tier < len(self._tiers):
             if not self._silences[promotion.tier].lasts(self._now()):
                 return True
-            self._count("promotions.silent", 1)
+            self._cut(CutReason.SILENT)
             promotion.tier += 1
         return False
 
@@ -265,7 +266,7 @@ class Promotions:
             if compute_ms is not None:
                 promotion.ends_ms = self._now() + max(int(compute_ms), LOAD_MS_MIN)
             return True
-        self._count("promotions.slower_than_compute", 1)
+        self._cut(CutReason.SLOWER_THAN_COMPUTE)
         promotion.may_go_on = False
         return False
 
@@ -322,7 +323,7 @@ class Promotions:
             return None  # what was loaded before it has failed
         bound = int(self._host.limit_bytes * PROMOTING_RATIO_MAX)
         if self._loading_bytes + record.payload_bytes > bound and self._loads:
-            self._count("promotions.no_memory", 1)
+            self._cut(CutReason.NO_MEMORY)
             return None
         entry = Entry(record.key, record.digests, parent, record.layout, self._now())
         entry.kept |= 1 << promotion.tier
@@ -330,7 +331,7 @@ class Promotions:
         if grant is None:
             promotion.waits_for_memory = self._lending.is_growing(entry, promotion.instance)
             if not promotion.waits_for_memory:
-                self._count("promotions.no_memory", 1)
+                self._cut(CutReason.NO_MEMORY)
             return None
         number = self._take_number()
         self._loads[number] = _Load(promotion.tier, grant, promotion)
@@ -392,7 +393,7 @@ class Promotions:
             if is_silent or (ends_ms is not None and now_ms >= ends_ms):
                 if is_silent:
                     self._silences[promotion.tier].note(now_ms)
-                self._count("promotions.too_late", 1)
+                self._cut(CutReason.TOO_LATE)
                 self._measure(promotion)
                 self._finish(promotion)
             elif promotion.waits_for_memory and not promotion.running:
@@ -411,6 +412,10 @@ class Promotions:
         """The scheduler's connection has ended: nobody waits any more."""
         for name in [name for name in self._waiting if name.engine_id == engine_id]:
             self._let_go(self._waiting.pop(name))
+
+    def _cut(self, reason: CutReason) -> None:
+        """A lookup gets less than tiers have."""
+        self._count(f"promotions.{reason}", 1)
 
     def _pin(self, holder: Entry | Root) -> None:
         if isinstance(holder, Entry):

@@ -57,7 +57,7 @@ def test_golden_value_of_one_small_checkpoint(tmp_path: Path, digests: FileDiges
     )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_flipped_bit_of_any_weight_file_gives_another_digest(
     data: st.DataObject, model: Path, digests: FileDigests
