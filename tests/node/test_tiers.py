@@ -245,6 +245,8 @@ def test_what_a_tier_raises_costs_that_tier(fault: str, caplog: pytest.LogCaptur
     assert not stub.calls
     assert len(fed.events) == 3
     assert {"tick", "statistics", "poll"} <= set(other.calls), "the other goes on"
+    fed.tiers.carry_out(fx.ClearTiers(None))
+    assert stub.calls == ["clear"], "its next start shall find nothing of that"
 
 
 OTHER = Record(ROOT, b"p" * 32, b"k" * 32, b"k" * 16, LAYOUT)

@@ -126,8 +126,8 @@ class Tiers:
             for number in lookups:
                 self._feed(fx.TierFound(number, [], may_go_on=False))
 
-    def _on(self) -> list[_Place]:
-        return [place for place in self._places if not place.is_off]
+    def _on(self) -> Iterator[_Place]:
+        return (place for place in self._places if not place.is_off)
 
     def carry_out(self, effect: TierEffect) -> None:
         """Hand a job over; its end comes by `poll`."""
