@@ -1,7 +1,9 @@
 """The regions of one worker: what it says of them, and what it makes up for after a silence."""
 
+import contextlib
 import os
 import queue
+import resource
 import threading
 from collections.abc import Iterator
 
@@ -32,11 +34,16 @@ class Said:
     def __init__(self, descriptors: list[int]) -> None:
         self.descriptors = descriptors
         self.words: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self.detail = ""
         self.regions = MappedRegions(
             lambda number: self.words.put(("open", number)),
-            lambda number, _: self.words.put(("failed", number)),
+            self.failed,
             lambda number: self.words.put(("left", number)),
         )
+
+    def failed(self, number: int, detail: str) -> None:
+        self.detail = detail
+        self.words.put(("failed", number))
 
     def offer(self, number: int) -> None:
         self.regions.offer(number, CELL_COUNT, CELL_BYTES, self.descriptors)
@@ -177,3 +184,27 @@ def test_a_fault_while_one_region_is_populated_costs_that_one(
         assert said.next() == ("failed", 1)
     said.offer(2)
     assert said.next() == ("open", 2)
+
+
+def test_regions_leave_the_engine_descriptors(said: Said, descriptors: list[int]) -> None:
+    """A host of hundreds of GiB has more regions than a process may open files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = len(os.listdir("/proc/self/fd")) + 200
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limits[1]))
+    try:
+        number = 1
+        said.offer(number)
+        while said.next() == ("open", number):
+            number += 1
+            said.offer(number)
+        assert number > 1, "there was room for some"
+        assert "ulimit -n" in said.detail
+        with contextlib.ExitStack() as engine:  # a few less: other threads of the tests have some
+            for _ in range(limit // 4 - 20):
+                engine.callback(os.close, os.dup(descriptors[0]))
+        said.regions.leave(1)
+        assert said.next() == ("left", 1)
+        said.offer(number)
+        assert said.next() == ("open", number), "one that has left makes room"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -104,7 +104,7 @@ class CutReason(enum.StrEnum):
     """Why a lookup was answered with less than tiers have."""
 
     NO_MEMORY = "no_memory"
-    """there was no memory to load into"""
+    """there was no memory to load into, or too much is kept for other lookups"""
     TOO_LATE = "too_late"
     """no chunk came within T_load, or computing would have been quicker"""
     TOO_MANY = "too_many"

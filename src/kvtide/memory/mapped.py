@@ -6,11 +6,16 @@
 A region is unmapped only when no copy is in it; whoever copies holds a use. So the node may ask
 for a region back at any time, and nobody waits for anybody.
 
+Each mapping keeps two descriptors, and a process may have few: the engine's own come first, so a
+region is refused where it would take of the last of them.
+
 Ownership: all state under `_lock`; populating and unmapping happen on the `kvtide-map` thread,
 with the lock free.
 """
 
+import os
 import queue
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +23,11 @@ from contextlib import contextmanager, suppress
 from kvtide.errors import KVTideError
 from kvtide.memory.region import MappedRegion
 from kvtide.processors import leave_binding
+
+DESCRIPTORS_LEFT_MIN = 256
+"""Of those that the process may open, so many are left to its engine;"""
+DESCRIPTORS_LEFT_RATIO_MIN = 0.25
+"""or this part, where it may open fewer than four times as many."""
 
 
 class _Mapping:
@@ -65,6 +75,9 @@ class MappedRegions:
                 self._on_open(number)
             return
         fd, generations_fd = descriptors
+        if not _has_descriptors():
+            self._on_failed(number, "the limit on open files (ulimit -n) leaves no room for it")
+            return
         try:
             region = MappedRegion(fd, cell_count * cell_bytes, generations_fd, cell_bytes)
         except KVTideError as error:
@@ -186,3 +199,13 @@ class MappedRegions:
             self._on_failed(number, failure)
         else:
             self._on_left(number)
+
+
+def _has_descriptors() -> bool:
+    """Whether this process may open enough files besides those that it has."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        left = limit - len(os.listdir("/proc/self/fd"))
+    except OSError:  # not even the one to look with
+        return False
+    return left >= min(DESCRIPTORS_LEFT_MIN, limit * DESCRIPTORS_LEFT_RATIO_MIN)
