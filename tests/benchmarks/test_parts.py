@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import chat, disk_hits, engine, overhead, reuse
+from benchmarks import chat, engine, overhead, place_hits, reuse
 from benchmarks.arms import Arm
 from benchmarks.hook_reports import hook_us
 from benchmarks.overhead import Way
@@ -89,7 +89,7 @@ def disk_section(
     cold_ms: float = 900.0, tokens: int = 384, theirs_ms: float = 140.0, rounds: int = 20
 ) -> Section:
     own = [45.0 + number for number in range(rounds)]
-    ours = disk_hits.Taken(
+    ours = place_hits.Taken(
         [cold_ms] * 5,
         [value + 55 for value in own],
         [value + 5 for value in own],
@@ -99,11 +99,11 @@ def disk_section(
         [9 * MiB] * rounds,
     )
     base = [45.0] * rounds
-    theirs = disk_hits.Taken(
+    theirs = place_hits.Taken(
         [], [theirs_ms] * rounds, base, base, {256}, {384}, [6 * MiB] * rounds
     )
     table = {508: {Arm.KVTIDE_DISK: ours, Arm.LMCACHE_DISK: theirs}}
-    return disk_hits._section(disk_hits.FULL, table)
+    return place_hits.section(place_hits.FULL, place_hits.DISK, table)
 
 
 def test_hits_from_disk_are_shown_beside_all_others() -> None:
@@ -114,7 +114,8 @@ def test_hits_from_disk_are_shown_beside_all_others() -> None:
     assert theirs[7:] == ("140.0 (140.0 to 140.0)", "256", "+95.0 (+95.0 to +95.0)", "6.0")
 
 
-WHOLE, RIVAL = "508: a hit from disk", "508: added by a hit from disk, against LMCache"
+WHOLE = "508: a hit of kvtide with a disk"
+RIVAL = "508: added by kvtide with a disk, against LMCache 0.5.6 with fs_native"
 
 
 def test_a_hit_from_disk_must_be_whole_beat_computing_and_add_no_more_than_lmcaches() -> None:
