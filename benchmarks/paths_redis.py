@@ -4,11 +4,11 @@
 
 Plain loops speak the protocol themselves: values gathered from memory by `sendmsg`, received into
 it by `recv_into`, the next ones under way meanwhile; nothing is proven, indexed or counted.
-They differ by how large the values are that a record is cut into, and by how many connections are
-used at the same time, a thread each. redis-py is used as its manual shows, a value for each
-record; several at a time go by one pipeline. LMCache's adapters for servers (`resp`, in C++, and
-`valkey`, by the client GLIDE) run in a process of their own. How they are compared, and what is
-shown, says benchmarks/places.py.
+They differ by how large the values are that a record is cut into, and by how many connections, a
+thread each, are used where several records are under way. redis-py is used as its manual shows, a
+value for each record; several at a time go by one pipeline. LMCache's adapters for servers
+(`resp`, in C++, and `valkey`, by the client GLIDE) run in a process of their own. How they are
+compared, and what is shown, says benchmarks/places.py.
 
 `--quick` measures few rounds, of one size alone, and decides nothing.
 """

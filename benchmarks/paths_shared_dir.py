@@ -3,8 +3,8 @@
     python -m benchmarks.paths_shared_dir [--quick] [--directory DIRECTORY]
 
 A plain loop has a file for each record, which it writes and reads whole with O_DIRECT, by as many
-threads as records are under way, and removes one of the oldest for each that it writes: as much
-is given back as comes, by all alike. One that syncs each file before it gets its name, as the
+threads as records are under way, and removes one of the oldest for each that it writes. One that
+syncs each file before it gets its name, as the
 tier does (what a server refuses shows there), is shown beside; it is the slower one where a sync
 costs anything. LMCache's adapters for directories (`fs`, and `fs_native`, in C++) run in a process
 of their own, past the page cache too. How they are compared, and what is shown, says

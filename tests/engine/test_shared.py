@@ -26,8 +26,8 @@ LENGTHS = (BLOCK + 1, 3 * BLOCK + 5, 2000)
 BLOCKS = 5
 """Of a prompt whose place goes."""
 T_HEAL_S = 7.0
-"""Contract: two heartbeats and 5 s. A directory that is away is tried after 1, 2, 4 … s: there it is
-counted from as long after its return as it was away."""
+"""Contract: two heartbeats and 5 s. A directory that is away is tried after 1, 2, 4 … s, so it may
+take as long again as it was away."""
 TAKEN_ANEW_S = 30.0
 """A node whose part of a directory was removed: five stores fail before it takes another."""
 WAIT_MS_MAX = 500.0
@@ -155,8 +155,8 @@ def test_only_the_same_salt_hits_on_the_other(
 def test_a_place_that_goes_costs_no_answer_and_hits_resume_when_it_is_back(
     engines: tuple[ServedEngine, ServedEngine], nodes: tuple[Node, Node], place: SharedPlace
 ) -> None:
-    """It goes while a request asks for it. Engines and nodes live on; what it held is found again, and
-    what was computed meanwhile gets there once it is used again."""
+    """It goes while a request asks for it. Engines and nodes live on; what it held is found again,
+    and what was computed meanwhile gets there once it is used again."""
     here, there = engines
     under_way, missed, kept, late = (
         prompt_of(name, BLOCKS * BLOCK + 3) for name in ("under way", "missed", "kept", "late")
