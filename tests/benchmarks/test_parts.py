@@ -85,8 +85,13 @@ def test_time_in_hooks_is_taken_between_two_readings() -> None:
     assert hook_us(before, after) == {"wait_for_save": 2.0, "build_connector_meta": 2.0}
 
 
-def disk_section(
-    cold_ms: float = 900.0, tokens: int = 384, theirs_ms: float = 140.0, rounds: int = 20
+def hits_section(
+    subject: place_hits.Subject = place_hits.DISK,
+    *,
+    cold_ms: float = 900.0,
+    tokens: int = 384,
+    theirs_ms: float = 140.0,
+    rounds: int = 20,
 ) -> Section:
     own = [45.0 + number for number in range(rounds)]
     ours = place_hits.Taken(
@@ -102,12 +107,12 @@ def disk_section(
     theirs = place_hits.Taken(
         [], [theirs_ms] * rounds, base, base, {256}, {384}, [6 * MiB] * rounds
     )
-    table = {508: {Arm.KVTIDE_DISK: ours, Arm.LMCACHE_DISK: theirs}}
-    return place_hits.section(place_hits.FULL, place_hits.DISK, table)
+    by_arm = {arm: ours if arm in subject.rivals else theirs for arm in subject.arms}
+    return place_hits.section(place_hits.FULL, subject, {508: by_arm})
 
 
 def test_hits_from_disk_are_shown_beside_all_others() -> None:
-    ours, theirs = disk_section().rows
+    ours, theirs = hits_section().rows
     assert ours[5:7] == ("59.5 (54.8 to 64.2)", "+5.0 (+5.0 to +5.0)")
     assert ours[7:] == ("109.5 (104.8 to 114.2)", "384", "+55.0 (+55.0 to +55.0)", "9.0")
     assert theirs[2:5] == ("", "45.0 (45.0 to 45.0)", "384")
@@ -119,11 +124,19 @@ RIVAL = "508: added by kvtide with a disk, against LMCache 0.5.6 with fs_native"
 
 
 def test_a_hit_from_disk_must_be_whole_beat_computing_and_add_no_more_than_lmcaches() -> None:
-    assert verdicts(disk_section()) == {WHOLE: Verdict.MET, RIVAL: Verdict.MET}
-    assert verdicts(disk_section(tokens=256))[WHOLE] is Verdict.MISSED
-    assert verdicts(disk_section(cold_ms=109.0))[WHOLE] is Verdict.MISSED
-    assert verdicts(disk_section(theirs_ms=99.0))[RIVAL] is Verdict.MISSED
-    assert verdicts(disk_section(rounds=19))[RIVAL] is Verdict.OPEN
+    assert verdicts(hits_section()) == {WHOLE: Verdict.MET, RIVAL: Verdict.MET}
+    assert verdicts(hits_section(tokens=256))[WHOLE] is Verdict.MISSED
+    assert verdicts(hits_section(cold_ms=109.0))[WHOLE] is Verdict.MISSED
+    assert verdicts(hits_section(theirs_ms=99.0))[RIVAL] is Verdict.MISSED
+    assert verdicts(hits_section(rounds=19))[RIVAL] is Verdict.OPEN
+
+
+def test_each_place_that_machines_share_is_held_against_its_rival_where_there_is_one() -> None:
+    assert set(verdicts(hits_section(place_hits.REMOTE))) == {
+        "508: a hit of kvtide with Valkey",
+        "508: a hit of kvtide with shared_dir",
+        "508: added by kvtide with Valkey, against LMCache 0.5.6 with resp",
+    }
 
 
 def test_the_chats_exceed_the_engines_cache_several_times() -> None:
