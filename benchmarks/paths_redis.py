@@ -209,7 +209,7 @@ def arms_of(server: Server, memory: Memory, piece_bytes: int, log: Path) -> Arms
     """All for one size."""
     url = f"redis://127.0.0.1:{server.port}"
     resp = {"type": "resp", "host": "127.0.0.1", "port": server.port}
-    valkey = {"type": "valkey", "startup_nodes": f"127.0.0.1:{server.port}"}
+    valkey = {"type": "valkey", "startup_nodes": f"127.0.0.1:{server.port}", "key_prefix": "glide"}
     plain: dict[str, Arm] = {
         "plain": Plain(server, "plain", memory, piece_bytes),
         "plain, whole values": Plain(server, "whole", memory, piece_bytes, piece_bytes),
