@@ -155,14 +155,16 @@ local function is_held(name, key, parent, digests)
     end
 end
 
--- Evicts leaves until so many bytes have room.
-local function make_room(bytes, bytes_max, parent)
+-- Evicts leaves until so many bytes have room; none that something is being stored behind.
+local function make_room(bytes, bytes_max, parents)
     if bytes > bytes_max then return 'no_room' end
     while tonumber(call('HGET', numbers, 'bytes') or 0) + bytes > bytes_max do
         if #victims >= DROPPED_MAX then return 'more' end
-        local oldest = call('ZRANGE', leaves, 0, 1)
-        local key = oldest[1] == parent and oldest[2] or oldest[1]
-        if not key or key == parent then return 'no_room' end
+        local key
+        for _, one in ipairs(call('ZRANGE', leaves, 0, #parents / 32)) do
+            if not key and not string.find(parents, one, 1, true) then key = one end
+        end
+        if not key then return 'no_room' end
         drop(key, call('HGET', index, key))
     end
 end
@@ -215,8 +217,10 @@ function ops.locate(kind, key, parent, digests)
     return sub(row, 1, 16)
 end
 
--- Sets room aside for a record; the life of its kind, or why not.
-function ops.begin(kind, whose, root, key, parent, digests, whole, parts, bytes, bytes_max)
+-- Sets room aside for a record; the life of its kind, or why not. `is_behind`: its parent is being
+-- stored, and will be there or not by its end; `parents`: of all that the caller stores.
+function ops.begin(kind, whose, root, key, parent, digests, whole, parts, bytes, bytes_max,
+    is_behind, parents)
     for _, one in ipairs(call('ZRANGEBYSCORE', loose, '-inf', now, 'LIMIT', 0, 16)) do
         unset_loose(sub(one, 1, 20), sub(one, 21))
         give_up(sub(one, 1, 20))
@@ -226,11 +230,11 @@ function ops.begin(kind, whose, root, key, parent, digests, whole, parts, bytes,
     local name = kind .. life_of(kind)
     local held = is_held(name, key, parent, digests)
     if held then return { held, '', 0 } end
-    if not is_anchored(name, root, parent, tonumber(whole)) then
+    if is_behind == '0' and not is_anchored(name, root, parent, tonumber(whole)) then
         return { 'not_anchored', '', 0 }
     end
     local dropped = #removed
-    local why = make_room(tonumber(bytes), tonumber(bytes_max), parent)
+    local why = make_room(tonumber(bytes), tonumber(bytes_max), parents)
     local evicted = #removed - dropped
     if why then return { why, '', evicted } end
     if life_of(kind) == '' then
@@ -254,7 +258,9 @@ function ops.complete(root, key, whole, row, ...)
         if not why and call('EXISTS', one) == 0 then why = 'no_parts' end
     end
     if why then
-        if is_kept then give_up(parts) end
+        -- Also where they were not known any more: they have been sent since.
+        local there = call('HGET', index, key)
+        if not there or sub(there, 1, 16) ~= sub(row, 1, 16) then give_up(parts) end
         return { why }
     end
     call('HSET', index, key, row)
@@ -277,9 +283,10 @@ function ops.complete(root, key, whole, row, ...)
     return { 'stored' }
 end
 
--- What `begin` set aside is not wanted any more.
+-- What `begin` set aside is not wanted any more, whatever of it was sent.
 function ops.abandon(parts, bytes)
-    if unset_loose(parts, bytes) then give_up(parts) end
+    unset_loose(parts, bytes)
+    give_up(parts)
     return {}
 end
 

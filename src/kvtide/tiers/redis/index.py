@@ -70,7 +70,6 @@ class Sent:
 class Begun:
     """What a store needs to go on: `why` not, or the life of its kind."""
 
-    record: Record
     why: str
     life: bytes
 
@@ -102,16 +101,25 @@ class Index:
         self._bytes_max = bytes_max
         self._removed = bytearray()
         self._cursor = b"0"
-        self.victims: list[bytes] = []
-        """Keys of parts that nobody needs any more."""
+        self._victims: list[bytes] = []
+        self._taught: Connection | None = None
 
     def names(self, write_id: bytes, count: int) -> list[bytes]:
         """Keys of the parts of one write."""
         return [f"{self._prefix}{write_id.hex()}:{number}".encode() for number in range(count)]
 
-    def are_removed(self) -> None:
-        """The parts of all victims are gone."""
-        self.victims = []
+    def take_victims(self) -> list[bytes]:
+        """Writes whose parts nobody needs any more, since this was asked."""
+        victims, self._victims = self._victims, []
+        return victims
+
+    def names_of_victim(self, victim: bytes) -> list[bytes]:
+        """Keys of its parts."""
+        return self.names(victim[:WRITE_ID_BYTES], int(victim[WRITE_ID_BYTES:]))
+
+    def is_removed(self, victim: bytes) -> None:
+        """Its parts are gone; the next call says so."""
+        self._removed += victim
 
     # ---- calls
 
@@ -150,8 +158,15 @@ class Index:
             raise _nonsense(reply)
         return reply or None
 
-    def begin(self, put: Put, *, is_full: bool = False) -> Sent:
-        """Set room aside for a record; where the server itself is full, as much as is taken."""
+    def begin(self, put: Put, parents: set[bytes], *, is_behind: bool, is_full: bool) -> Sent:
+        """Set room aside for a record.
+
+        Args:
+            put: its store.
+            parents: of all that are being stored now; these are not evicted for it.
+            is_behind: its own is being stored, too.
+            is_full: the server itself has no more room than what is taken.
+        """
         record = put.record
         bytes_max = self._bytes_max
         if is_full:
@@ -170,15 +185,17 @@ class Index:
             ids,
             taken,
             b"%d" % bytes_max,
+            b"%d" % is_behind,
+            b"".join(parents),
         )
 
-    def begun(self, sent: Sent, put: Put) -> Begun:
+    def begun(self, sent: Sent) -> Begun:
         """What `begin` came to."""
         reply = self._answered(sent)
         match reply:
             case [bytes() as why, bytes() as life, int(evicted)]:
                 self._census.evicted_more(evicted)
-                return Begun(put.record, why.decode(), life)
+                return Begun(why.decode(), life)
         raise _nonsense(reply)
 
     def complete(
@@ -203,9 +220,13 @@ class Index:
                 return why.decode()
         raise _nonsense(reply)
 
-    def abandon(self, record: Record, write_id: bytes) -> None:
+    def abandon(self, record: Record, write_id: bytes) -> Sent:
         """What was begun will not be completed."""
-        self._call(b"abandon", *_parts_of(record, write_id))
+        return self._sent(b"abandon", *_parts_of(record, write_id))
+
+    def abandoned(self, sent: Sent) -> None:
+        """It is not any more."""
+        self._answered(sent)
 
     def remove(self, record: Record, write_id: bytes) -> None:
         """It is not there as it should be: take it away, with what lies behind it."""
@@ -256,11 +277,15 @@ class Index:
 
     def _sent(self, *arguments: bytes) -> Sent:
         op, *rest = arguments
-        removed = bytes(self._removed)  # if this call fails, they are found loose in a minute
+        removed = bytes(self._removed)  # if this call fails, they stay loose for a minute
         self._removed.clear()
         command = [b"%d" % len(self._keys), *self._keys, op, removed, *rest]
         connection = self._routes.of(self._keys[0])
-        connection.send(b"EVALSHA", _SHA, *command)
+        if connection is self._taught:
+            connection.send(b"EVALSHA", _SHA, *command)
+        else:
+            connection.send(b"EVAL", SCRIPT, *command)
+            self._taught = connection
         return Sent(command, connection)
 
     def _answered(self, sent: Sent) -> Reply:
@@ -278,9 +303,7 @@ class Index:
                 if not is_whole:
                     self._census.counted({})
                 self._census.said(taken, _cut(kinds, _KIND_BYTES))
-                for one in _cut(victims, _PARTS_BYTES):
-                    self._removed += one
-                    self.victims += self.names(one[:16], int(one[16:]))
+                self._victims += _cut(victims, _PARTS_BYTES)
                 return result
         raise _nonsense(reply)
 

@@ -9,6 +9,7 @@ the connection, so that no reply is ever taken for another one's.
 
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,6 +30,10 @@ PIECES_MAX = 512
 """Of one gathered write; the kernel takes 1024."""
 COPIED_BYTES = 4 * KiB
 """Values up to this size are copied into the command: cheaper than a piece of their own."""
+TLS_BYTES = 256 * KiB
+"""Of one encrypted write: it ends as a whole, so a deadline is looked at between them."""
+WAIT_S_MIN = 0.001
+"""A socket takes less for none."""
 
 
 class ServerError(KVTideError):
@@ -50,6 +55,8 @@ class Connection:
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._silent_s = silent_s
         self._until_s = time.monotonic() + silent_s
+        if not self._is_tls:
+            sock.setblocking(True)  # the kernel keeps the time, and fills memory by one call
         self._bytes = bytearray(BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
         self._start = self._end = 0
@@ -66,8 +73,11 @@ class Connection:
         if self.unread or self._start < self._end:
             return True
         try:
-            self._sock.settimeout(0)
-            self._sock.recv(1, 0 if self._is_tls else socket.MSG_PEEK)
+            if self._is_tls:
+                self._sock.settimeout(0)
+                self._sock.recv(1)
+            else:
+                self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except (BlockingIOError, ssl.SSLWantReadError):
             return False
         except OSError:
@@ -84,11 +94,18 @@ class Connection:
         """For good."""
         self._sock.close()
 
-    def _wait(self) -> None:
+    def _limit_next(self, which: int) -> None:
+        """The next system call that sends or receives ends by the deadline."""
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
             raise PlaceFailed("it did not answer in time")
-        self._sock.settimeout(min(left_s, self._silent_s))
+        left_s = max(WAIT_S_MIN, min(left_s, self._silent_s))
+        if self._is_tls:
+            self._sock.settimeout(left_s)
+        else:
+            whole_s = int(left_s)
+            interval = struct.pack("ll", whole_s, int((left_s - whole_s) * 1e6))
+            self._sock.setsockopt(socket.SOL_SOCKET, which, interval)
 
     # ---- sending
 
@@ -116,12 +133,14 @@ class Connection:
     def _send_all(self, pieces: list[bytes | memoryview]) -> None:
         if self._is_tls:
             for piece in pieces:
-                self._wait()
-                self._sock.sendall(piece)
+                rest = memoryview(piece)
+                while rest:
+                    self._limit_next(socket.SO_SNDTIMEO)
+                    rest = rest[self._sock.send(rest[:TLS_BYTES]) :]
             return
         at = 0
         while at < len(pieces):
-            self._wait()
+            self._limit_next(socket.SO_SNDTIMEO)
             sent = self._sock.sendmsg(pieces[at : at + PIECES_MAX])
             while at < len(pieces) and sent >= len(pieces[at]):
                 sent -= len(pieces[at])
@@ -195,7 +214,7 @@ class Connection:
                 raise PlaceFailed(f"it answered without an end: {ahead[:40]!r}")
             self._buffer[: len(ahead)] = ahead
             self._start, self._end = 0, len(ahead)
-            self._end += self._received(self._buffer[self._end :])
+            self._end += self._received(self._buffer[self._end :], 0)
 
     def _line_end(self) -> None:
         if self._line():
@@ -207,11 +226,11 @@ class Connection:
         into[:done] = self._buffer[self._start : self._start + done]
         self._start += done
         while done < len(into):
-            done += self._received(into[done:])
+            done += self._received(into[done:], 0 if self._is_tls else socket.MSG_WAITALL)
 
-    def _received(self, into: memoryview) -> int:
-        self._wait()
-        count = self._sock.recv_into(into)
+    def _received(self, into: memoryview, flags: int) -> int:
+        self._limit_next(socket.SO_RCVTIMEO)
+        count = self._sock.recv_into(into, 0, flags)
         if not count:
             raise PlaceFailed("it ended the connection")
         return count

@@ -67,7 +67,7 @@ class Routes:
         self._lock = threading.Lock()
         self._connections: dict[Host, Connection] = {}
         self._asks: dict[bytes, Host] = {}
-        self._asked: dict[bytes, Connection] = {}
+        self._asked: list[tuple[bytes, Connection]] = []
         self._is_cluster = False
         self._slots: list[Host | None] = []
         self._first: Host | None = None
@@ -78,15 +78,21 @@ class Routes:
 
     def begin(self, limit_s: float) -> None:
         """A call begins, which has ended in so long. What has gone stale meanwhile is closed."""
-        self._until_s = time.monotonic() + limit_s
         for host, connection in list(self._connections.items()):
             if connection.is_stale:
                 self._forget(host)
-            else:
-                connection.limit(self._until_s)
+        self.limit(time.monotonic() + limit_s)
         if not self._connections:
             self._first = None  # where it was may not be where it is
         self._forget_asks()
+
+    def limit(self, until_s: float) -> None:
+        """What is asked from now on has ended by then, on the monotonic clock."""
+        self._until_s = until_s
+        for connection in self._connections.values():
+            connection.limit(until_s)
+        for _, asked in self._asked:
+            asked.limit(until_s)
 
     def of(self, key: bytes) -> Connection:
         """The connection to whoever has this key.
@@ -107,10 +113,13 @@ class Routes:
         return self._connected(host)
 
     def _asking(self, key: bytes, host: Host) -> Connection:
-        """A connection for this key alone: leave to ask holds for one command."""
-        connection = self._asked.get(key)
+        """A connection for this key alone, since leave to ask holds for one command; another one,
+        where answers are still to come."""
+        idle = (one for asked, one in self._asked if asked == key and not one.unread)
+        connection = next(idle, None)
         if connection is None:
-            connection = self._asked[key] = self._opened(host)
+            connection = self._opened(host)
+            self._asked.append((key, connection))
             self._greet(connection)
         connection.send(b"ASKING")
         _expect_ok(connection.read())
@@ -145,9 +154,10 @@ class Routes:
         for host, connection in list(self._connections.items()):
             if connection.unread:
                 self._forget(host)
-        for key, asked in list(self._asked.items()):
+        for _, asked in self._asked:
             if asked.unread:
-                self._asked.pop(key).close()
+                asked.close()
+        self._asked = [one for one in self._asked if not one[1].unread]
 
     # ---- life
 
@@ -167,7 +177,7 @@ class Routes:
         self._first = None
 
     def _forget_asks(self) -> None:
-        for asked in self._asked.values():
+        for _, asked in self._asked:
             asked.close()
         self._asked.clear()
         self._asks.clear()
