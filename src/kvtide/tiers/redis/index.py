@@ -8,6 +8,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 
 from kvtide.codec.record import WRITE_ID_BYTES
@@ -74,6 +75,7 @@ class Begun:
     life: bytes
 
 
+@lru_cache(maxsize=64)
 def kind_of(root: RootName, layout: KVLayout) -> bytes:
     """16 bytes that stand for a root and a layout."""
     running = hashlib.sha256(b"kvtide kind 1")
@@ -222,7 +224,8 @@ class Index:
 
     def abandon(self, record: Record, write_id: bytes) -> Sent:
         """What was begun will not be completed."""
-        return self._sent(b"abandon", *_parts_of(record, write_id))
+        kind = kind_of(record.root, record.layout)
+        return self._sent(b"abandon", *_parts_of(record, write_id), kind)
 
     def abandoned(self, sent: Sent) -> None:
         """It is not any more."""

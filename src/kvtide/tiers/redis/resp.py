@@ -1,6 +1,6 @@
 """One connection that speaks RESP2, and moves large values from and into memory as it is.
 
-    send  ──► command and values, gathered by one system call          many may be under way
+    send  ──► commands and values, gathered by one system call         many may be under way
     read  ◄── replies, in the same order; a value straight into cells
 
 Invariant: `unread` counts the replies that are still to come. Whoever cannot read them all closes
@@ -30,6 +30,8 @@ PIECES_MAX = 512
 """Of one gathered write; the kernel takes 1024."""
 COPIED_BYTES = 4 * KiB
 """Values up to this size are copied into the command: cheaper than a piece of their own."""
+HELD_BYTES_MAX = 64 * KiB
+"""Commands are held back until they are so much, or an answer is waited for."""
 TLS_BYTES = 256 * KiB
 """Of one encrypted write: it ends as a whole, so a deadline is looked at between them."""
 WAIT_S_MIN = 0.001
@@ -60,6 +62,10 @@ class Connection:
         self._bytes = bytearray(BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
         self._start = self._end = 0
+        self._text = bytearray()
+        self._pieces: list[bytearray | memoryview] = []
+        self._held_bytes = 0
+        self._set_s: dict[int, float] = {}
 
     # ---- life
 
@@ -102,7 +108,8 @@ class Connection:
         left_s = max(WAIT_S_MIN, min(left_s, self._silent_s))
         if self._is_tls:
             self._sock.settimeout(left_s)
-        else:
+        elif self._set_s.get(which) != left_s:
+            self._set_s[which] = left_s
             whole_s = int(left_s)
             interval = struct.pack("ll", whole_s, int((left_s - whole_s) * 1e6))
             self._sock.setsockopt(socket.SOL_SOCKET, which, interval)
@@ -110,9 +117,10 @@ class Connection:
     # ---- sending
 
     def send(self, *command: bytes | Sequence[memoryview]) -> None:
-        """Send a command; an argument that is a sequence is one value, in pieces."""
-        pieces: list[bytes | memoryview] = []
-        text = bytearray(b"*%d\r\n" % len(command))
+        """Send a command, at the latest when an answer is read; an argument that is a sequence is
+        one value, in pieces, which do not change until then."""
+        text = self._text
+        text += b"*%d\r\n" % len(command)
         for argument in command:
             if isinstance(argument, bytes):
                 text += b"$%d\r\n" % len(argument)
@@ -123,14 +131,22 @@ class Connection:
                     if len(piece) <= COPIED_BYTES:
                         text += piece
                     else:
-                        pieces += (bytes(text), piece)
-                        text = bytearray()
+                        self._pieces += (text, piece)
+                        self._held_bytes += len(piece)
+                        text = self._text = bytearray()
             text += b"\r\n"
-        pieces.append(bytes(text))
         self.unread += 1
-        self._send_all(pieces)
+        if self._held_bytes + len(text) >= HELD_BYTES_MAX:
+            self.flush()
 
-    def _send_all(self, pieces: list[bytes | memoryview]) -> None:
+    def flush(self) -> None:
+        """Send what was held back."""
+        if self._pieces or self._text:
+            pieces = [*self._pieces, self._text]
+            self._pieces, self._text, self._held_bytes = [], bytearray(), 0
+            self._send_all(pieces)
+
+    def _send_all(self, pieces: list[bytearray | memoryview]) -> None:
         if self._is_tls:
             for piece in pieces:
                 rest = memoryview(piece)
@@ -152,6 +168,7 @@ class Connection:
 
     def read(self) -> Reply:
         """The next reply. An error is given, not raised: it ends nothing."""
+        self.flush()
         reply = self._read(0)
         self.unread -= 1
         return reply
@@ -184,6 +201,7 @@ class Connection:
             CorruptRecord: it has another length; the connection cannot be used any more.
             ServerError: the server says no.
         """
+        self.flush()
         line = self._line()
         if line[:1] == b"-":
             self.unread -= 1

@@ -229,11 +229,12 @@ class Stores:
     def _unlink(self) -> None:
         """Have the parts of all victims removed: ahead of whatever is sent from now on."""
         for victim in self._index.take_victims():
+            names = self._index.names_of_victim(victim)
             asked = []
-            for name in self._index.names_of_victim(victim):
-                connection = self._routes.of(name)
-                connection.send(b"UNLINK", name)
-                asked.append((name, connection))
+            for together in [names] if self._routes.are_one else [[name] for name in names]:
+                connection = self._routes.of(together[0])
+                connection.send(b"UNLINK", *together)
+                asked.append((together[0], connection))
             self._due.append(partial(self._read_unlinked, victim, asked))
 
     def _read_unlinked(self, victim: bytes, asked: list[tuple[bytes, Connection]]) -> None:

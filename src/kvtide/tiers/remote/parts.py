@@ -20,6 +20,7 @@ from kvtide.codec.record import (
     stored_bytes,
     write_header,
 )
+from kvtide.core.layout import KVLayout
 from kvtide.core.records import Record
 from kvtide.units import KiB, MiB
 
@@ -41,7 +42,6 @@ def size_class(length_bytes: int) -> int:
     return -(-length_bytes // step) * step
 
 
-@lru_cache(maxsize=256)
 def part_lengths(length_bytes: int) -> tuple[int, ...]:
     """Into what a record of this length is cut, in order."""
     lengths = []
@@ -68,7 +68,12 @@ def _next_length(left_bytes: int) -> int:
 
 def lengths_of(record: Record) -> tuple[int, ...]:
     """The lengths of all parts of a record."""
-    return part_lengths(stored_bytes(record.layout, record.blocks))
+    return _lengths_of(record.layout, record.blocks)
+
+
+@lru_cache(maxsize=256)
+def _lengths_of(layout: KVLayout, blocks: int) -> tuple[int, ...]:
+    return part_lengths(stored_bytes(layout, blocks))
 
 
 def taken_bytes(lengths: Sequence[int]) -> int:
