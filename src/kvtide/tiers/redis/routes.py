@@ -14,10 +14,11 @@ import ssl
 import threading
 import time
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kvtide.errors import PlaceFailed
 from kvtide.redis_address import Address, shown_host
+from kvtide.tiers.redis.resolving import addresses_of
 from kvtide.tiers.redis.resp import Connection, Reply, ServerError
 from kvtide.tiers.remote.session import CALL_S_MAX, CONNECT_S_MAX, PUT_S_MAX
 
@@ -247,9 +248,8 @@ class Routes:
 
     def _opened(self, host: Host) -> Connection:
         """A connection that nothing was said on."""
-        timeout_s = min(self._limits.connect_s, max(0.001, self._until_s - time.monotonic()))
         try:
-            sock = self._socket(host, timeout_s)
+            sock = self._socket(host)
         except OSError as error:  # ssl.SSLError is one
             where = self._address.path or shown_host(*host)
             raise PlaceFailed(f"{where} cannot be reached: {error}") from error
@@ -257,19 +257,32 @@ class Routes:
         connection.limit(self._until_s)
         return connection
 
-    def _socket(self, host: Host, timeout_s: float) -> socket.socket:
-        tls = self._tls if self._address.is_tls else None
+    def _socket(self, host: Host) -> socket.socket:
         if self._address.path:
-            sock = socket.socket(socket.AF_UNIX)
-        else:
-            sock = socket.create_connection(host, timeout_s)
+            return self._reached(socket.AF_UNIX, self._address.path, host)
+        failed = OSError("its name has no address")
+        for family, _, _, _, where in addresses_of(host, self._connect_s()):
+            try:
+                return self._reached(family, where, host)
+            except OSError as error:
+                failed = error
+        raise failed
+
+    def _connect_s(self) -> float:
+        """So long the next step of connecting may take."""
+        return min(self._limits.connect_s, max(0.001, self._until_s - time.monotonic()))
+
+    def _reached(self, family: int, where: Any, host: Host) -> socket.socket:
+        sock = socket.socket(family)
         try:
-            sock.settimeout(timeout_s)
-            if self._address.path:
-                sock.connect(self._address.path)
-            else:
+            sock.settimeout(self._connect_s())
+            sock.connect(where)
+            if family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock if tls is None else tls.wrap_socket(sock, server_hostname=host[0])
+            if not self._address.is_tls or self._tls is None:
+                return sock
+            sock.settimeout(self._connect_s())
+            return self._tls.wrap_socket(sock, server_hostname=host[0])
         except BaseException:
             sock.close()
             raise
