@@ -371,4 +371,5 @@ if are_counts_changed then
     end
     call('HSET', numbers, unpack(written))
 end
-return { is_whole and 1 or 0, counts.bytes, table.concat(victims), table.concat(removed), result }
+local head = string.format('%d%016d%04d', is_whole and 1 or 0, counts.bytes, #victims)
+return { head .. table.concat(victims) .. table.concat(removed), result }

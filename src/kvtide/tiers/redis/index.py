@@ -33,6 +33,7 @@ WRITE_IDS_MAX = 8192
 _KIND_BYTES = 16
 _PARTS_BYTES = 20
 _ROW_AT = 92
+_HEAD_BYTES = 21
 
 
 class WriteIds:
@@ -302,11 +303,14 @@ class Index:
         if isinstance(reply, ServerError):
             raise self._routes.judge(self._keys[0], reply)
         match reply:
-            case [int(is_whole), int(taken), bytes() as victims, bytes() as kinds, result]:
-                if not is_whole:
+            case [bytes() as told, result] if (
+                told[:_HEAD_BYTES].isdigit() and len(told) >= _HEAD_BYTES
+            ):
+                if told[:1] != b"1":  # it was not whole, and began anew
                     self._census.counted({})
-                self._census.said(taken, _cut(kinds, _KIND_BYTES))
-                self._victims += _cut(victims, _PARTS_BYTES)
+                kinds_at = _HEAD_BYTES + _PARTS_BYTES * int(told[17:_HEAD_BYTES])
+                self._census.said(int(told[1:17]), _cut(told[kinds_at:], _KIND_BYTES))
+                self._victims += _cut(told[_HEAD_BYTES:kinds_at], _PARTS_BYTES)
                 return result
         raise _nonsense(reply)
 

@@ -7,6 +7,7 @@ Invariant: `unread` counts the replies that are still to come. Whoever cannot re
 the connection, so that no reply is ever taken for another one's.
 """
 
+import math
 import socket
 import ssl
 import struct
@@ -34,8 +35,8 @@ HELD_BYTES_MAX = 64 * KiB
 """Commands are held back until they are so much, or an answer is waited for."""
 TLS_BYTES = 256 * KiB
 """Of one encrypted write: it ends as a whole, so a deadline is looked at between them."""
-WAIT_S_MIN = 0.001
-"""A socket takes less for none."""
+STEPS_A_SECOND = 10
+"""A deadline is met by so much: what a socket is told seldom changes, and is never none."""
 
 
 class ServerError(KVTideError):
@@ -105,7 +106,7 @@ class Connection:
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
             raise PlaceFailed("it did not answer in time")
-        left_s = max(WAIT_S_MIN, min(left_s, self._silent_s))
+        left_s = min(math.ceil(left_s * STEPS_A_SECOND) / STEPS_A_SECOND, self._silent_s)
         if self._is_tls:
             self._sock.settimeout(left_s)
         elif self._set_s.get(which) != left_s:
@@ -186,10 +187,16 @@ class Connection:
         if number == -1:
             return None
         if kind == b"$" and 0 <= number <= REPLY_BYTES_MAX:
-            value = bytearray(number)
-            self._fill(memoryview(value))
+            end = self._start + number
+            if end <= self._end:
+                value = self._buffer[self._start : end].tobytes()
+                self._start = end
+            else:
+                memory = bytearray(number)
+                self._fill(memoryview(memory))
+                value = bytes(memory)
             self._line_end()
-            return bytes(value)
+            return value
         if kind == b"*" and 0 <= number <= ITEMS_MAX and depth < DEPTH_MAX:
             return [self._read(depth + 1) for _ in range(number)]
         raise PlaceFailed(f"it answered what is no RESP: {line[:40]!r}")

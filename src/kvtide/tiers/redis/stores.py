@@ -27,6 +27,8 @@ from kvtide.tiers.remote.session import Put
 
 UNDER_WAY_MAX = 3
 """One whose answers are to come, one that is sent, one for which room is set aside."""
+SUMMED_PARTS_MAX = 2
+"""Of a record whose checksums take no longer than an answer."""
 
 _WHY = {
     "held": StoreOutcome.HELD,
@@ -132,6 +134,9 @@ class Stores:
         parents = {each.put.record.parent for each in self._under_way}
         is_behind = one.parent in self._under_way
         sent = self._index.begin(one.put, parents, is_behind=is_behind, is_full=one.is_full)
+        if len(self._under_way) == 1 and len(parts.lengths_of(one.put.record)) <= SUMMED_PARTS_MAX:
+            sent.connection.flush()
+            one.put.fill_headers()  # while the server answers
         self._due.append(partial(self._read_begun, one, sent))
 
     def _read_begun(self, one: _UnderWay, sent: Sent) -> None:

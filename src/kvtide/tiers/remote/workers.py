@@ -32,11 +32,15 @@ from kvtide.tiers.pending import Pending
 from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.session import Put, Session
 from kvtide.tiers.scope import Scope
+from kvtide.units import MiB
 
 logger = logging.getLogger("kvtide.tiers")
 
 LOAD_THREADS = 2
 """One proves what it has received while another receives."""
+NEXT_BYTES_MAX = 2 * MiB
+"""So little of a store that nothing is ahead of has its sums taken by the thread that sends it, in
+less time than another takes to wake up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -178,9 +182,12 @@ class Workers:
     def store(self, op: StoreOp) -> None:
         """Queue a store; stores happen in the order of these calls."""
         with self._lock:
+            payload_bytes = op.job.record.payload_bytes
+            is_idle = all(isinstance(one, AskOp | LoadOp) for one in self._running)
             self._stores.append(op)
-            self._unsummed.append(op)
-            self._for_sums.notify()
+            if self._stores[0] is not op or not is_idle or payload_bytes > NEXT_BYTES_MAX:
+                self._unsummed.append(op)
+                self._for_sums.notify()
             self._for_writes.notify()
 
     def clear(self, op: ClearOp) -> None:
@@ -397,7 +404,11 @@ class Workers:
             if op in self._unsummed:
                 self._unsummed.remove(op)
         if not op.is_summed:
-            parts.fill_headers(op.headers, op.job.record, op.write_id, op.job.cells)
+            self._sum(op)
+
+    def _sum(self, op: StoreOp) -> None:
+        parts.fill_headers(op.headers, op.job.record, op.write_id, op.job.cells)
+        op.is_summed = True
 
     def _run_sums(self) -> None:
         while self._sum_one():
@@ -410,8 +421,7 @@ class Workers:
                 return False
             op = self._summing = self._unsummed.popleft()
         try:
-            parts.fill_headers(op.headers, op.job.record, op.write_id, op.job.cells)
-            op.is_summed = True
+            self._sum(op)
         except Exception:
             logger.exception("checksums ended by a bug")  # the writing thread meets it too
         with self._lock:
