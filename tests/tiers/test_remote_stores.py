@@ -1,8 +1,6 @@
-"""Stores that wait for a server: what is done ahead for them stays done."""
+"""Stores that wait for a server: they are left where they are until they are too old."""
 
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,36 +8,38 @@ from kvtide.testing import redis_servers
 from kvtide.testing.proxy import Proxy
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import StoreOutcome
-from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.tier import PUT_MS_MAX
-from tests.tiers.redis_place import WAIT_S, driven
+from kvtide.tiers.remote.workers import StoreOp, Workers
+from tests.tiers.redis_place import driven
 
 
-def test_time_that_passes_takes_no_checksums_again(
+def test_time_that_passes_takes_no_stores_back_but_old_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each store is summed once, however often the clock is told while they wait."""
-    summed = threading.Semaphore(0)
-    count = 0
-    fill = parts.fill_headers
+    """However often the clock is told, the thread that sends has the next ones."""
+    taken: list[StoreOp] = []
+    take_back = Workers.take_back_stores
 
-    def counted(*arguments: Any) -> None:
-        nonlocal count
-        fill(*arguments)
-        count += 1
-        summed.release()
+    def noted(self: Workers) -> list[StoreOp]:
+        ops = take_back(self)
+        taken.extend(ops)
+        return ops
 
-    monkeypatch.setattr(parts, "fill_headers", counted)
+    monkeypatch.setattr(Workers, "take_back_stores", noted)
     records = [chain_of(root_of(), layout_of(4096), text(n, 4))[0] for n in range(8)]
     with redis_servers.running("valkey", tmp_path / "server") as server:
         proxy = Proxy("127.0.0.1", server.port)
         with driven(proxy.port) as tier:
             with proxy.stalled():
                 jobs = [tier.submit_store(record) for record in records]
-                for _ in jobs:
-                    assert summed.acquire(timeout=WAIT_S)
-                for _ in range(5):
+                for _ in range(9):
                     tier.pass_time(PUT_MS_MAX // 10)
-            assert {tier.stored(job) for job in jobs} == {StoreOutcome.STORED}
+                assert not taken
+                tier.pass_time(PUT_MS_MAX // 10)
+                tier.poll()
+                old = [job for job in jobs if tier.has_ended(job)]
+                assert old, "the place does not answer"
+                assert {id(op.job) for op in taken} == {id(job) for job in old}
+            ends = {tier.stored(job) for job in jobs}
+            assert ends <= {StoreOutcome.STORED, StoreOutcome.TOO_OLD}
         proxy.close()
-    assert count == len(records)

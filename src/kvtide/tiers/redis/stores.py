@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvtide.codec.row import Seal
 from kvtide.errors import PlaceFailed
 from kvtide.tiers.base import StoreOutcome
 from kvtide.tiers.redis.index import Begun, Index, Sent
@@ -27,9 +28,6 @@ from kvtide.tiers.remote.session import Put
 
 UNDER_WAY_MAX = 3
 """One whose answers are to come, one that is sent, one for which room is set aside."""
-SUMMED_PARTS_MAX = 2
-"""Of a record whose checksums take no longer than an answer."""
-
 _WHY = {
     "held": StoreOutcome.HELD,
     "not_anchored": StoreOutcome.NOT_ANCHORED,
@@ -134,9 +132,6 @@ class Stores:
         parents = {each.put.record.parent for each in self._under_way}
         is_behind = one.parent in self._under_way
         sent = self._index.begin(one.put, parents, is_behind=is_behind, is_full=one.is_full)
-        if len(self._under_way) == 1 and len(parts.lengths_of(one.put.record)) <= SUMMED_PARTS_MAX:
-            sent.connection.flush()
-            one.put.fill_headers()  # while the server answers
         self._due.append(partial(self._read_begun, one, sent))
 
     def _read_begun(self, one: _UnderWay, sent: Sent) -> None:
@@ -150,7 +145,7 @@ class Stores:
             one.why = begun.why
 
     def _send(self, one: _UnderWay, begun: Begun) -> None:
-        """Its parts; those with checksums last, which may still be taken."""
+        """Its parts, summed as they go; so those with headers last."""
         one.is_sent = True
         record, write_id = one.put.record, one.put.write_id
         if one.parent is not None and one.parent.is_lost:
@@ -159,15 +154,17 @@ class Stores:
             return
         lengths = parts.lengths_of(record)
         names = self._index.names(write_id, len(lengths))
-        cut = parts.cut(one.put.headers, one.put.cells, lengths)
-        headers = {id(header.obj) for header in one.put.headers}
+        headers = parts.empty_headers(record)
+        seal = Seal(record, write_id, headers)
+        memory = {id(header.obj) for header in headers}
         asked, last = [], []
+        cut = parts.cut(headers, one.put.cells, lengths)
         for name, pieces in zip(names, cut, strict=True):
-            if any(id(piece.obj) in headers for piece in pieces):
+            seal.passed(pieces)
+            if any(id(piece.obj) in memory for piece in pieces):
                 last.append((name, pieces))
             else:
                 asked.append(self._set(name, pieces))
-        one.put.fill_headers()
         asked += [self._set(name, pieces) for name, pieces in last]
         if self._routes.are_one:  # in order on one server, which looks for the parts
             self._due.append(partial(self._read_parts, one, asked))

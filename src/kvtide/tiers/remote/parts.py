@@ -13,13 +13,7 @@ jemalloc maps and gives back each value by itself, at a third of the speed.
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from kvtide.codec.record import (
-    Header,
-    checksums_of,
-    header_bytes,
-    stored_bytes,
-    write_header,
-)
+from kvtide.codec.record import header_bytes, stored_bytes
 from kvtide.core.layout import KVLayout
 from kvtide.core.records import Record
 from kvtide.units import KiB, MiB
@@ -86,15 +80,6 @@ def empty_headers(record: Record) -> list[memoryview]:
     shard_count = record.layout.shard_count
     length = header_bytes(shard_count, record.blocks)
     return [memoryview(bytearray(length)) for _ in range(shard_count)]
-
-
-def fill_headers(
-    headers: Sequence[memoryview], record: Record, write_id: bytes, cells: Sequence[memoryview]
-) -> None:
-    """Write the headers of all shards, with the checksums of these cells."""
-    for shard, (into, payload) in enumerate(zip(headers, cells, strict=True)):
-        checksums = checksums_of(payload, record.blocks)
-        write_header(into, Header(record, shard, write_id, checksums))
 
 
 def cut(

@@ -31,16 +31,12 @@ class Put:
     Attributes:
         record: what it is.
         write_id: 16 random bytes, of this write alone.
-        headers: of all shards; what they say is there once `fill_headers` has come back.
         cells: for each shard, the memory of its blocks.
-        fill_headers: waits until they are made: what has none of them may be sent ahead.
     """
 
     record: Record
     write_id: bytes
-    headers: Sequence[memoryview]
     cells: Sequence[memoryview]
-    fill_headers: Callable[[], None]
 
 
 class Session(Protocol):

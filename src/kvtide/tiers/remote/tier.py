@@ -32,7 +32,6 @@ from kvtide.tiers.base import (
 from kvtide.tiers.breaker import RETRY_MS_MIN, Breaker
 from kvtide.tiers.hung import Hung
 from kvtide.tiers.pending import Pending, PendingStores
-from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.remote.session import Session
 from kvtide.tiers.remote.workers import (
@@ -238,7 +237,7 @@ class RemoteTier:
             if pending is None:
                 break
             self._pending.waiting.popleft()
-            op = StoreOp(pending.job, pending, parts.empty_headers(pending.job.record))
+            op = StoreOp(pending.job, pending)
             pending.op = op
             self._pending.written[op] = pending
             self._workers.store(op)

@@ -2,13 +2,12 @@
 
     owner ── lookups ────────► 1 × ask ───┐
     owner ── loads ──────────► 2 × load ──┼─► results ── wake ──► owner
-    owner ── stores, clears ─► 1 × write ─┘      1 × sums
+    owner ── stores, clears ─► 1 × write ─┘
 
 Each thread has a session of its own. Small questions do not stand behind large values, and stores
 are sent one after the other: so a parent is there before its child is complete, and a clear lies
 between what was stored before and what is stored after it, without anybody having to see to it.
-What clears have left is given back between stores. The thread of the sums makes the headers of
-stores, with their checksums, while they wait and while their first parts are sent.
+What clears have left is given back between stores.
 
 Ownership: all queues are under `_lock`, with a condition for each kind of thread. Threads are
 started by `start` and joined by `stop`; a thread that waits holds no cells.
@@ -29,18 +28,13 @@ from kvtide.core.records import Record
 from kvtide.errors import ConfigError, PlaceFailed
 from kvtide.tiers.base import LoadJob, LoadOutcome, LookupJob, StoreJob, StoreOutcome
 from kvtide.tiers.pending import Pending
-from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.session import Put, Session
 from kvtide.tiers.scope import Scope
-from kvtide.units import MiB
 
 logger = logging.getLogger("kvtide.tiers")
 
 LOAD_THREADS = 2
 """One proves what it has received while another receives."""
-NEXT_BYTES_MAX = 2 * MiB
-"""So little of a store that nothing is ahead of has its sums taken by the thread that sends it, in
-less time than another takes to wake up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,13 +53,11 @@ class LoadOp:
 
 @dataclass(slots=True, eq=False)
 class StoreOp:
-    """A store. Its headers hold checksums once `is_summed`; one that `is_doomed` is not begun."""
+    """A store; one that `is_doomed` is not begun."""
 
     job: StoreJob
     pending: Pending
-    headers: list[memoryview]
     write_id: bytes = field(default_factory=lambda: os.urandom(WRITE_ID_BYTES))
-    is_summed: bool = False
 
     @property
     def is_doomed(self) -> bool:
@@ -122,7 +114,6 @@ class Workers:
         self._for_asks = threading.Condition(self._lock)
         self._for_loads = threading.Condition(self._lock)
         self._for_writes = threading.Condition(self._lock)
-        self._for_sums = threading.Condition(self._lock)
         self._for_quiet = threading.Condition(self._lock)
         self._asks: deque[AskOp] = deque()
         self._loads: deque[LoadOp] = deque()
@@ -130,8 +121,6 @@ class Workers:
         self._clears: deque[ClearOp] = deque()
         self._probes: deque[ProbeOp] = deque()
         self._running: set[Op] = set()
-        self._unsummed: deque[StoreOp] = deque()
-        self._summing: StoreOp | None = None
         self._is_clear_due = False
         self._is_dirty = False
         self._is_stopping = False
@@ -147,7 +136,7 @@ class Workers:
         """
         runs = [("ask", self._next_ask), ("write", self._next_write)]
         runs += [(f"load-{n}", self._next_load) for n in range(LOAD_THREADS)]
-        targets: list[tuple[str, Callable[[], None]]] = [("sums", self._run_sums)]
+        targets: list[tuple[str, Callable[[], None]]] = []
         for kind, next_op in runs:
             session = self._open_session()
             self._sessions.append(session)
@@ -182,12 +171,7 @@ class Workers:
     def store(self, op: StoreOp) -> None:
         """Queue a store; stores happen in the order of these calls."""
         with self._lock:
-            payload_bytes = op.job.record.payload_bytes
-            is_idle = all(isinstance(one, AskOp | LoadOp) for one in self._running)
             self._stores.append(op)
-            if self._stores[0] is not op or not is_idle or payload_bytes > NEXT_BYTES_MAX:
-                self._unsummed.append(op)
-                self._for_sums.notify()
             self._for_writes.notify()
 
     def clear(self, op: ClearOp) -> None:
@@ -217,10 +201,8 @@ class Workers:
             return self._taken_stores()
 
     def _taken_stores(self) -> list[StoreOp]:
-        taken = [op for op in self._stores if op is not self._summing]
-        for op in taken:
-            self._stores.remove(op)
-        self._unsummed.clear()
+        taken = list(self._stores)
+        self._stores.clear()
         return taken
 
     def next_store(self) -> StoreOp | None:
@@ -243,7 +225,6 @@ class Workers:
             self._for_asks.notify_all()
             self._for_loads.notify_all()
             self._for_writes.notify_all()
-            self._for_sums.notify_all()
         for session in self._sessions:
             session.interrupt()
         for thread in self._threads:
@@ -371,8 +352,7 @@ class Workers:
             if op is None:
                 return None
             begun[op.write_id] = op
-            job, fill = op.job, functools.partial(self._fill_headers, op)
-            return Put(job.record, op.write_id, op.headers, job.cells, fill)
+            return Put(op.job.record, op.write_id, op.job.cells)
 
         def ended(put: Put, outcome: StoreOutcome) -> None:
             self._say(Ended(begun.pop(put.write_id), outcome=outcome))
@@ -394,37 +374,3 @@ class Workers:
             op = self._begun(self._stores)
         assert op is None or isinstance(op, StoreOp), op
         return op
-
-    # ---- headers
-
-    def _fill_headers(self, op: StoreOp) -> None:
-        """Of a store that is being sent; another thread may be making them."""
-        with self._lock:
-            self._for_quiet.wait_for(lambda: self._summing is not op)
-            if op in self._unsummed:
-                self._unsummed.remove(op)
-        if not op.is_summed:
-            self._sum(op)
-
-    def _sum(self, op: StoreOp) -> None:
-        parts.fill_headers(op.headers, op.job.record, op.write_id, op.job.cells)
-        op.is_summed = True
-
-    def _run_sums(self) -> None:
-        while self._sum_one():
-            pass
-
-    def _sum_one(self) -> bool:
-        with self._lock:
-            self._for_sums.wait_for(lambda: self._unsummed or self._is_ending)
-            if self._is_ending:
-                return False
-            op = self._summing = self._unsummed.popleft()
-        try:
-            self._sum(op)
-        except Exception:
-            logger.exception("checksums ended by a bug")  # the writing thread meets it too
-        with self._lock:
-            self._summing = None
-            self._for_quiet.notify_all()
-        return True
