@@ -98,7 +98,8 @@ class Connection:
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """For good."""
+        """For good; memory that was to be sent is not referred to any more."""
+        self._pieces = []
         self._sock.close()
 
     def _limit_next(self, which: int) -> None:

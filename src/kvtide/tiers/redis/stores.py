@@ -44,7 +44,8 @@ class _UnderWay:
     """A store that has not ended.
 
     Attributes:
-        parent: that of its parent, where it was under way when this one came.
+        parent: that of its parent, as long as it has not ended, either.
+        is_orphan: its parent has ended, and is not kept.
         until_s: it has ended by then.
         begun: what the index said to it; None: that is to come.
         is_sent: its parts are, too.
@@ -61,6 +62,7 @@ class _UnderWay:
     refusal: ServerError | None = None
     why: str = ""
     is_full: bool = False
+    is_orphan: bool = False
 
     @property
     def is_lost(self) -> bool:
@@ -130,7 +132,7 @@ class Stores:
         one.begun, one.refusal, one.is_sent, one.why = None, None, False, ""
         self._routes.limit(self._under_way[0].until_s)
         parents = {each.put.record.parent for each in self._under_way}
-        is_behind = one.parent in self._under_way
+        is_behind = one.parent is not None
         sent = self._index.begin(one.put, parents, is_behind=is_behind, is_full=one.is_full)
         self._due.append(partial(self._read_begun, one, sent))
 
@@ -148,7 +150,7 @@ class Stores:
         """Its parts, summed as they go; so those with headers last."""
         one.is_sent = True
         record, write_id = one.put.record, one.put.write_id
-        if one.parent is not None and one.parent.is_lost:
+        if one.is_orphan or (one.parent is not None and one.parent.is_lost):
             sent = self._index.abandon(record, write_id)
             self._due.append(partial(self._read_abandoned, one, sent, "not_anchored"))
             return
@@ -218,6 +220,9 @@ class Stores:
                         self._begin(each)
                 return
             self._under_way.popleft()
+            for each in self._under_way:
+                if each.parent is one:  # nothing of what has ended, and no cell, stays known
+                    each.parent, each.is_orphan = None, one.is_lost
             ended(one.put, _WHY[one.why])
 
     # ---- answers

@@ -242,7 +242,9 @@ class Workers:
         if op is None:
             return False
         if isinstance(op, StoreOp):
-            self._store(session, op)
+            waiting = [op]
+            del op  # it may end long before the call that begins with it
+            self._store(session, waiting)
         else:
             self._say(self._ended(session, op))
         return True
@@ -338,10 +340,10 @@ class Workers:
 
     # ---- stores
 
-    def _store(self, session: Session, first: StoreOp) -> None:
+    def _store(self, session: Session, waiting: list[StoreOp]) -> None:
         """This one, and those behind it as long as nothing else is to be done."""
-        begun = {first.write_id: first}
-        waiting = [first]
+        begun = {op.write_id: op for op in waiting}
+        fault = None
 
         def next_put() -> Put | None:
             op = waiting.pop() if waiting else self._next_store()
@@ -364,8 +366,9 @@ class Workers:
         except Exception as error:
             self._is_dirty = False
             fault = self._fault(error)
-            for number, op in enumerate(begun.values()):
-                self._say(Ended(op, fault, is_told=number > 0))
+        for number, op in enumerate(begun.values()):
+            assert fault is not None, op.job.number
+            self._say(Ended(op, fault, is_told=number > 0))
 
     def _next_store(self) -> StoreOp | None:
         with self._lock:
