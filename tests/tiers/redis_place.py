@@ -34,6 +34,7 @@ def open_redis(
     limits: Limits = PATIENT,
     tls: ssl.SSLContext | None = None,
     prefix: str = PREFIX,
+    session_type: type[RedisSession] = RedisSession,
 ) -> RemoteTier:
     """A tier on a port, or somewhere; it knows what is there, or that it does not answer."""
     address = Address((("127.0.0.1", place),)) if isinstance(place, int) else place
@@ -47,7 +48,7 @@ def open_redis(
     tier = RemoteTier(
         "redis",
         f"redis {address}",
-        lambda census: RedisSession(address, tls, prefix, bytes_max, census, known, limits),
+        lambda census: session_type(address, tls, prefix, bytes_max, census, known, limits),
         bytes_max,
         wake_both,
         QUEUE_BYTES_MAX,

@@ -1,16 +1,20 @@
 """A redis tier on what people run: a unix socket, TLS, Sentinels, a cluster."""
 
 import functools
+import socket
 import ssl
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvtide.core.records import Record
+from kvtide.errors import PlaceFailed
 from kvtide.redis_address import Address, parse_address
 from kvtide.testing import redis_servers
 from kvtide.testing.proxy import Proxy
@@ -19,7 +23,7 @@ from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.breaker import FAILURES_MAX
 from kvtide.tiers.redis.opening import tls_context
-from kvtide.tiers.redis.resp import ServerError
+from kvtide.tiers.redis.resp import Connection, ServerError
 from kvtide.tiers.redis.routes import slot_of
 from kvtide.units import KiB
 from tests.tiers import redis_cluster
@@ -88,6 +92,44 @@ def secure(tmp_path: Path) -> Iterator[Server]:
 def test_tls_with_certificates_on_both_sides(secure: Server, tmp_path: Path) -> None:
     tls = tls_context(tmp_path / "good-ca.crt", tmp_path / "good.crt", tmp_path / "good.key")
     check_all(replace(secure.address, is_tls=True), tls=tls)
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_a_value_over_tls_is_sent_as_long_as_it_goes_on(tmp_path: Path, is_slow: bool) -> None:
+    """However slowly it is taken, up to the deadline of the call; nothing outlasts that."""
+    made_certificates(tmp_path, "good")
+    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    theirs.load_cert_chain(tmp_path / "good.crt", tmp_path / "good.key")
+    mine = tls_context(tmp_path / "good-ca.crt", None, None)
+    taken = 0
+
+    def take() -> None:
+        nonlocal taken
+        with suppress(OSError), theirs.wrap_socket(ends[1], server_side=True) as sock:
+            while piece := sock.recv(1 << 20):
+                taken += len(piece)
+                time.sleep(len(piece) / (4 << 20) if is_slow else 0.0)
+                if not is_slow and taken > 1 << 20:
+                    ended.wait()
+
+    ends, ended = socket.socketpair(), threading.Event()
+    thread = threading.Thread(target=take)
+    thread.start()
+    sock = mine.wrap_socket(ends[0], server_hostname="127.0.0.1")
+    connection = Connection(sock, 0.4 if is_slow else 20.0)
+    connection.limit(time.monotonic() + (20.0 if is_slow else 0.4))
+    value = memoryview(bytes(8 << 20))
+    began_s = time.monotonic()
+    if is_slow:
+        connection.send(b"SET", b"key", [value])
+    else:
+        with pytest.raises((TimeoutError, PlaceFailed)):
+            connection.send(b"SET", b"key", [value])
+        assert time.monotonic() - began_s < 10.0
+    connection.close()
+    ended.set()
+    thread.join()
+    assert taken > len(value) or not is_slow
 
 
 @pytest.mark.parametrize("wrong", ["ca", "certificate", "name", "plain"])

@@ -244,7 +244,7 @@ def test_a_server_that_forgot_the_script_is_told_again(server: Server) -> None:
 
 def test_what_a_killed_writer_left_is_removed_by_the_next(server: Server) -> None:
     """Parts without a record count until their time is over, and then they go."""
-    one, other = records(2)
+    one, other, third = records(3)
     with driven(server.port) as tier:
         tier.keep([one])
         tag = b"kvtide:{kvtide:1}:"
@@ -258,6 +258,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(server: Server) -> Non
         assert server.ask(b"EXISTS", b"kvtide:1:" + left.hex().encode() + b":0") == 0
         assert tier.find([one]) == [one]
         assert tier.tier.statistics().bytes_used == 2 * before
+        tier.keep([third])  # says that they are gone
         assert server.ask(b"ZCARD", tag + b"loose") == 0
 
 

@@ -9,13 +9,19 @@ from kvtide.core.records import Record
 from kvtide.testing import redis_servers
 from kvtide.testing.redis_servers import Server
 from kvtide.testing.tier_drive import DrivenTier
-from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
-from kvtide.tiers.base import LoadOutcome
-from kvtide.units import KiB
+from kvtide.testing.tier_records import Cells, chain_of, layout_of, root_of, text
+from kvtide.tiers.base import LoadOutcome, StoreOutcome
+from kvtide.tiers.redis.index import WriteIds
+from kvtide.tiers.redis.routes import Limits
+from kvtide.tiers.redis.session import RedisSession
+from kvtide.tiers.remote.census import Census
+from kvtide.tiers.remote.session import Put
+from kvtide.units import KiB, MiB
 from tests.tiers.redis_place import WAIT_S, driven, part_names
 
 TAG = b"kvtide:{kvtide:1}:"
 CAP_BYTES = 400 * KiB
+LARGE = layout_of(256 * KiB)
 SALTS = (None, "one", "another")
 LAYOUTS = (layout_of(16 * KiB), layout_of(4096, 12288))
 
@@ -105,6 +111,48 @@ def quiet(tier: DrivenTier, server: Server) -> None:
         if numbers.get(b"dead", b"0") == b"0" and not has_loose_parts(server):
             return
         assert time.monotonic() < deadline_s, "parts that nobody removes"
+
+
+def test_parts_that_come_after_their_time_are_given_up(tmp_path: Path) -> None:
+    """A writer is so slow that others take what it had set aside for lost, and then it goes on:
+    its store fails, none of its parts stays uncounted, and the record can be stored."""
+    slow, other = (chain_of(root_of(), LARGE, text(number, 4))[0] for number in (1, 2))
+    with (
+        redis_servers.running("valkey", tmp_path / "server") as server,
+        driven(server.port, bytes_max=8 * MiB) as tier,
+    ):
+        cells = Cells(slow).fill()
+        puts = [None, Put(slow, b"w" * 16, cells.views)]
+        ends: list[StoreOutcome] = []
+
+        def next_put() -> Put | None:
+            if puts:
+                return puts.pop()
+            if not ends:  # room was set aside, nothing is sent yet
+                _take_for_lost(server, tier, other)
+            return None
+
+        limits, known = Limits(), WriteIds()
+        session = RedisSession(server.address, None, "kvtide", 8 * MiB, Census(), known, limits)
+        session.store(next_put, lambda _put, outcome: ends.append(outcome))
+        session.close()
+        assert ends == [StoreOutcome.FAILED]
+        assert not server.names(b"kvtide:1:" + (b"w" * 16).hex().encode() + b":*")
+        assert check_index(server) == 1
+        assert not has_loose_parts(server)
+        assert tier.store([slow]) == [StoreOutcome.STORED]
+        assert {tier.load(one) for one in (slow, other)} == {LoadOutcome.LOADED}
+
+
+def _take_for_lost(server: Server, tier: DrivenTier, other: Record) -> None:
+    """A minute later, another node stores something."""
+    loose = server.ask(b"ZRANGE", TAG + b"loose", b"0", b"-1")
+    assert isinstance(loose, list)
+    for one in loose:
+        assert isinstance(one, bytes)
+        server.ask(b"ZADD", TAG + b"loose", b"1", one)
+    tier.keep([other])
+    tier.keep([other])
 
 
 def test_the_index_fits_together_after_anything(tmp_path: Path) -> None:

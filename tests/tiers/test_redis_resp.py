@@ -105,6 +105,7 @@ def test_commands_are_sent_whole_and_in_pieces(arguments: list[bytes]) -> None:
     thread.start()
     views = [memoryview(one) for one in arguments]
     wire.connection.send(b"SET", *arguments, views)
+    wire.connection.flush()
     wire.connection.close()
     thread.join()
     wire.theirs.close()

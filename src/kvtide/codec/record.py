@@ -187,19 +187,29 @@ def verify(headers: Sequence[memoryview], cells: Sequence[memoryview], asked: Re
     assert len(headers) == len(cells) == asked.layout.shard_count, len(headers)
     write_ids = set()
     for shard, (content, payload) in enumerate(zip(headers, cells, strict=True)):
-        try:
-            header = read_header(content)
-        except UnknownFormat as error:
-            raise CorruptRecord(f"{error}; it was written as version {VERSION}") from error
-        if header.record != asked or header.shard != shard:
-            raise CorruptRecord(
-                f"at rest is shard {header.shard} of {header.record.key.hex()},"
-                f" asked for was shard {shard} of {asked.key.hex()}"
-            )
+        header = header_of(content, asked, shard)
         write_ids.add(header.write_id)
         verify_cells(header, payload)
     if len(write_ids) != 1:
         raise CorruptRecord("shards of one record are of several writes")
+
+
+def header_of(content: memoryview, asked: Record, shard: int) -> Header:
+    """The header at the start of these bytes, which is of this shard of what was asked for.
+
+    Raises:
+        CorruptRecord: it is not; says what differs.
+    """
+    try:
+        header = read_header(content)
+    except UnknownFormat as error:
+        raise CorruptRecord(f"{error}; it was written as version {VERSION}") from error
+    if header.record != asked or header.shard != shard:
+        raise CorruptRecord(
+            f"at rest is shard {header.shard} of {header.record.key.hex()},"
+            f" asked for was shard {shard} of {asked.key.hex()}"
+        )
+    return header
 
 
 def verify_cells(header: Header, payload: memoryview) -> None:
@@ -211,10 +221,19 @@ def verify_cells(header: Header, payload: memoryview) -> None:
     size = header.record.layout.cell_bytes[header.shard]
     if len(payload) != size * header.record.blocks:
         raise CorruptRecord(f"the payload of a shard is cut short: {len(payload)} bytes")
-    for block, wanted in enumerate(header.checksums):
-        found = checksum(payload[block * size : (block + 1) * size])
-        if found != wanted:
-            raise CorruptRecord(
-                f"checksum of block {block} of {header.record.key.hex()} is {found:#x},"
-                f" expected {wanted:#x}"
-            )
+    for block in range(header.record.blocks):
+        require_checksum(header, block, checksum(payload[block * size : (block + 1) * size]))
+
+
+def require_checksum(header: Header, block: int, found: int) -> None:
+    """Prove one cell, whose checksum this is.
+
+    Raises:
+        CorruptRecord: it is another one than was written.
+    """
+    wanted = header.checksums[block]
+    if found != wanted:
+        raise CorruptRecord(
+            f"checksum of block {block} of {header.record.key.hex()} is {found:#x},"
+            f" expected {wanted:#x}"
+        )

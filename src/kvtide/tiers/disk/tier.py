@@ -12,6 +12,7 @@ Ownership: all state is the node's owner's; threads (`Workers`) get operations a
 ended by a queue that `poll` empties.
 """
 
+import errno
 import logging
 import threading
 import time
@@ -21,6 +22,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from kvtide.bounds import T_LOAD_MS
 from kvtide.errors import ConfigError, CorruptRecord
 from kvtide.tiers.base import (
     Done,
@@ -39,7 +41,6 @@ from kvtide.tiers.disk.catalog import Match
 from kvtide.tiers.disk.cleared import CLEARS_MAX, Clears
 from kvtide.tiers.disk.directory import Directory
 from kvtide.tiers.disk.files import Files, SystemFiles
-from kvtide.tiers.disk.hung import RUN_MS_MAX, Hung
 from kvtide.tiers.disk.intake import LazyCatalog
 from kvtide.tiers.disk.ops import (
     ClearOp,
@@ -57,7 +58,8 @@ from kvtide.tiers.disk.room import WATERMARK_RATIO, Room
 from kvtide.tiers.disk.rows import Kind
 from kvtide.tiers.disk.space import Space
 from kvtide.tiers.disk.stores import Stores
-from kvtide.tiers.disk.workers import Workers
+from kvtide.tiers.disk.workers import LOAD_THREADS, Workers
+from kvtide.tiers.hung import Hung
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.units import MiB
 
@@ -123,7 +125,7 @@ class DiskTier:
         self._reads = Breaker("reads", disk, logger)
         self._writes = Breaker("writes", disk, logger)
         self._workers = Workers(self._directory, wake)
-        self._hung = Hung(self._workers)
+        self._hung: Hung[LoadOp] = Hung(lambda _: T_LOAD_MS)
         self._room = Room(self._catalog, self._space, self._workers)
         self._stores = Stores(
             self._catalog,
@@ -267,9 +269,10 @@ class DiskTier:
         elif not self._writes.is_open:
             self._clears.retry()
             self._room.retry()
-        if self._hung.look(self._now_ms) and self._reads.hung(RUN_MS_MAX, self._now_ms):
+        hung = self._hung.look(self._workers.running_loads(), self._now_ms)
+        if hung and self._reads.hung(T_LOAD_MS, self._now_ms):
             self._break_reads()
-        if not self._hung.are_all and self._reads.wants_probe(self._now_ms):
+        if not self._are_all_hung and self._reads.wants_probe(self._now_ms):
             row = next(iter(self._catalog.index.values()), None)
             place = None if row is None else self._catalog.place(row)
             self._workers.write(ReadProbeOp(place, self._space.ours()))
@@ -320,7 +323,15 @@ class DiskTier:
                 self._writes.probed(ended.error, self._now_ms)
             case ReadProbeOp():
                 self._look_at_directory()
-                self._reads.probed(ended.error or self._hung.reason, self._now_ms)
+                error = ended.error
+                if error is None and self._are_all_hung:
+                    error = OSError(errno.ETIMEDOUT, "loads have not come back")
+                self._reads.probed(error, self._now_ms)
+
+    @property
+    def _are_all_hung(self) -> bool:
+        """Whether no loading thread is free, whatever a probe says."""
+        return len(self._hung.told) >= LOAD_THREADS
 
     def _take_load(self, op: LoadOp, ended: Ended) -> None:
         record = op.job.record

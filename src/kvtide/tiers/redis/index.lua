@@ -22,14 +22,19 @@ local LOOSE_S = 60 -- no writer lives that long: its own deadlines are shorter
 local DROPPED_MAX = 256 -- by one call: others wait for it
 local DESCENDANTS_MAX = 1000
 
-local now = tonumber(call('TIME')[1])
+local COUNTERS = { 'bytes', 'moment', 'life', 'dead', 'loose' }
+
 local victims, removed = {}, {}
 local lives = {}
+local counts, are_counts_changed = {}, false -- of COUNTERS; written at the end
 
--- Written as a whole number: -0 is none to a server.
 local function add(field, count)
-    return call('HINCRBY', numbers, field, string.format('%d', count))
+    counts[field] = counts[field] + count
+    are_counts_changed = true
+    return counts[field]
 end
+
+local function loose_until() return tonumber(call('TIME')[1]) + LOOSE_S end
 
 local function life_of(kind)
     if lives[kind] == nil then
@@ -55,6 +60,12 @@ local function first(prefix, from)
     return call('ZRANGEBYLEX', tree, '[' .. from, '[' .. prefix .. LAST, 'LIMIT', 0, 1)[1]
 end
 
+-- A kind has a life as long as it has records, or is about to.
+local function end_life(kind)
+    call('HDEL', numbers, 'n' .. kind, 'i' .. kind, 'k' .. kind)
+    lives[kind] = nil
+end
+
 local function set_loose(parts, bytes, until_s)
     local count = call('ZADD', loose, until_s, parts .. bytes)
     add('loose', count)
@@ -70,29 +81,28 @@ end
 
 local function give_up(parts)
     victims[#victims + 1] = parts
-    set_loose(parts, NOTHING, now + LOOSE_S)
+    set_loose(parts, NOTHING, loose_until())
 end
 
 local function touch(key)
     local moment = add('moment', 1)
-    call('ZADD', leaves, 'XX', moment, key)
-    call('ZADD', inner, 'XX', moment, key)
+    if call('ZADD', leaves, 'XX', 'CH', moment, key) == 0 then
+        call('ZADD', inner, 'XX', moment, key)
+    end
 end
 
 local function drop(key, row)
     local kind, name, parent = kind_of(row), name_of(row), parent_of(row)
-    local used = tonumber(call('ZSCORE', leaves, key) or call('ZSCORE', inner, key))
+    local used = call('ZSCORE', leaves, key)
+    local place = used and leaves or inner
+    used = tonumber(used or call('ZSCORE', inner, key))
     call('HDEL', index, key)
     call('ZREM', tree, member_of(key, row))
-    call('ZREM', leaves, key)
-    call('ZREM', inner, key)
+    call('ZREM', place, key)
     add('bytes', -tonumber(sub(row, 73, 88)))
     if is_live(row) then
         removed[#removed + 1] = kind
-        if add('n' .. kind, -1) <= 0 then
-            call('HDEL', numbers, 'n' .. kind, 'i' .. kind, 'k' .. kind)
-            lives[kind] = nil
-        end
+        if call('HINCRBY', numbers, 'n' .. kind, -1) <= 0 then end_life(kind) end
     else
         add('dead', -1)
     end
@@ -139,8 +149,7 @@ local function is_anchored(name, root, parent, whole)
 end
 
 -- Why a record is not stored: it is there, or a longer one, or its name is taken; or nil.
-local function is_held(name, key, parent, digests)
-    local row = call('HGET', index, key)
+local function is_held(name, key, parent, digests, row)
     if row and is_live(row) then
         local is_same = name_of(row) .. parent_of(row) .. digests_of(row) == name .. parent .. digests
         if not is_same then return 'other' end
@@ -155,14 +164,16 @@ local function is_held(name, key, parent, digests)
     end
 end
 
--- Evicts leaves until so many bytes have room.
-local function make_room(bytes, bytes_max, parent)
+-- Evicts leaves until so many bytes have room; none that something is being stored behind.
+local function make_room(bytes, bytes_max, parents)
     if bytes > bytes_max then return 'no_room' end
-    while tonumber(call('HGET', numbers, 'bytes') or 0) + bytes > bytes_max do
+    while counts.bytes + bytes > bytes_max do
         if #victims >= DROPPED_MAX then return 'more' end
-        local oldest = call('ZRANGE', leaves, 0, 1)
-        local key = oldest[1] == parent and oldest[2] or oldest[1]
-        if not key or key == parent then return 'no_room' end
+        local key
+        for _, one in ipairs(call('ZRANGE', leaves, 0, #parents / 32)) do
+            if not key and not string.find(parents, one, 1, true) then key = one end
+        end
+        if not key then return 'no_room' end
         drop(key, call('HGET', index, key))
     end
 end
@@ -215,8 +226,11 @@ function ops.locate(kind, key, parent, digests)
     return sub(row, 1, 16)
 end
 
--- Sets room aside for a record; the life of its kind, or why not.
-function ops.begin(kind, whose, root, key, parent, digests, whole, parts, bytes, bytes_max)
+-- Sets room aside for a record; the life of its kind, or why not. `is_behind`: its parent is being
+-- stored, and will be there or not by its end; `parents`: of all that the caller stores.
+function ops.begin(kind, whose, root, key, parent, digests, whole, parts, bytes, bytes_max,
+    is_behind, parents)
+    local now = loose_until() - LOOSE_S
     for _, one in ipairs(call('ZRANGEBYSCORE', loose, '-inf', now, 'LIMIT', 0, 16)) do
         unset_loose(sub(one, 1, 20), sub(one, 21))
         give_up(sub(one, 1, 20))
@@ -224,13 +238,13 @@ function ops.begin(kind, whose, root, key, parent, digests, whole, parts, bytes,
     local before = call('HGET', index, key)
     if before and not is_live(before) then drop_all(key) end
     local name = kind .. life_of(kind)
-    local held = is_held(name, key, parent, digests)
+    local held = is_held(name, key, parent, digests, before)
     if held then return { held, '', 0 } end
-    if not is_anchored(name, root, parent, tonumber(whole)) then
+    if is_behind == '0' and not is_anchored(name, root, parent, tonumber(whole)) then
         return { 'not_anchored', '', 0 }
     end
     local dropped = #removed
-    local why = make_room(tonumber(bytes), tonumber(bytes_max), parent)
+    local why = make_room(tonumber(bytes), tonumber(bytes_max), parents)
     local evicted = #removed - dropped
     if why then return { why, '', evicted } end
     if life_of(kind) == '' then
@@ -246,29 +260,36 @@ end
 function ops.complete(root, key, whole, row, ...)
     local kind, name, parent, digests = kind_of(row), name_of(row), parent_of(row), digests_of(row)
     local parts, bytes = sub(row, 1, 16) .. sub(row, 89, 92), sub(row, 73, 88)
-    local is_kept = unset_loose(parts, bytes)
+    local is_kept, there = unset_loose(parts, bytes), call('HGET', index, key)
     local why = not is_kept and 'expired' or not is_live(row) and 'not_anchored'
-        or is_held(name, key, parent, digests)
+        or is_held(name, key, parent, digests, there)
     if not why and not is_anchored(name, root, parent, tonumber(whole)) then why = 'not_anchored' end
-    for _, one in ipairs({ ... }) do
-        if not why and call('EXISTS', one) == 0 then why = 'no_parts' end
+    if not why and select('#', ...) > 0 and call('EXISTS', ...) < select('#', ...) then
+        why = 'no_parts'
     end
     if why then
-        if is_kept then give_up(parts) end
+        -- Also where they were not known any more: they have been sent since.
+        if not there or sub(there, 1, 16) ~= sub(row, 1, 16) then give_up(parts) end
+        if call('HGET', numbers, 'n' .. kind) == '0' then end_life(kind) end
         return { why }
     end
     call('HSET', index, key, row)
     call('ZADD', tree, 0, member_of(key, row))
     call('ZADD', leaves, add('moment', 1), key)
     add('bytes', tonumber(bytes))
-    add('n' .. kind, 1)
+    call('HINCRBY', numbers, 'n' .. kind, 1)
     local above = call('ZSCORE', leaves, parent)
     if above then
         call('ZREM', leaves, parent)
         call('ZADD', inner, above, parent)
     end
-    for length = 16, #digests - 16, 16 do
-        local start = name .. parent .. sub(digests, 1, length)
+    -- Whatever it begins with, it shares as much with its neighbour in the tree.
+    local prefix = name .. parent
+    local neighbour = call('ZREVRANGEBYLEX', tree, '(' .. member_of(key, row), '[' .. prefix,
+        'LIMIT', 0, 1)[1]
+    local shared_bytes = neighbour and 16 * shared(neighbour, prefix, digests) or 0
+    for length = 16, math.min(shared_bytes, #digests - 16), 16 do
+        local start = prefix .. sub(digests, 1, length)
         local shorter = first(start, start)
         if shorter and #shorter == #start + 32 then
             drop(key_of(shorter), call('HGET', index, key_of(shorter)))
@@ -277,9 +298,11 @@ function ops.complete(root, key, whole, row, ...)
     return { 'stored' }
 end
 
--- What `begin` set aside is not wanted any more.
-function ops.abandon(parts, bytes)
-    if unset_loose(parts, bytes) then give_up(parts) end
+-- What `begin` set aside is not wanted any more, whatever of it was sent.
+function ops.abandon(parts, bytes, kind)
+    unset_loose(parts, bytes)
+    give_up(parts)
+    if call('HGET', numbers, 'n' .. kind) == '0' then end_life(kind) end
     return {}
 end
 
@@ -302,8 +325,7 @@ function ops.clear(fingerprint, salt)
             local records = tonumber(call('HGET', numbers, 'n' .. kind))
             count = count + records
             add('dead', records)
-            call('HDEL', numbers, 'n' .. kind, 'i' .. kind, 'k' .. kind)
-            lives[kind] = nil
+            end_life(kind)
         end
     end
     return { count }
@@ -311,7 +333,7 @@ end
 
 -- Takes away some of the rows whose life is over; the next cursor, '0' at the end.
 function ops.sweep(cursor)
-    if tonumber(call('HGET', numbers, 'dead') or 0) == 0 then return { '0' } end
+    if counts.dead == 0 then return { '0' } end
     local found = call('HSCAN', index, cursor, 'COUNT', DROPPED_MAX)
     for at = 1, #found[2], 2 do
         local row = call('HGET', index, found[2][at])
@@ -324,15 +346,30 @@ function ops.survey()
     return call('HGETALL', numbers)
 end
 
+for at, value in ipairs(call('HMGET', numbers, unpack(COUNTERS))) do
+    counts[COUNTERS[at]] = tonumber(value or 0)
+end
+
 -- Keys of the index come and go together; one that is missing was taken away behind our back.
 local rows = call('HLEN', index)
 local is_whole = rows == call('ZCARD', tree)
     and rows == call('ZCARD', leaves) + call('ZCARD', inner)
-    and (rows == 0 or call('EXISTS', numbers) == 1)
-    and call('ZCARD', loose) == tonumber(call('HGET', numbers, 'loose') or 0)
-if not is_whole then call('UNLINK', unpack(KEYS)) end
+    and (rows == 0 or counts.moment > 0)
+    and call('ZCARD', loose) == counts.loose
+if not is_whole then
+    call('UNLINK', unpack(KEYS))
+    for _, field in ipairs(COUNTERS) do counts[field] = 0 end
+end
 
 for from = 1, #ARGV[2], 20 do unset_loose(sub(ARGV[2], from, from + 19), NOTHING) end
 local result = ops[ARGV[1]](unpack(ARGV, 3))
-local bytes = tonumber(call('HGET', numbers, 'bytes') or 0)
-return { is_whole and 1 or 0, bytes, table.concat(victims), table.concat(removed), result }
+if are_counts_changed then
+    local written = {}
+    for _, field in ipairs(COUNTERS) do
+        written[#written + 1] = field
+        written[#written + 1] = string.format('%d', counts[field]) -- -0 is no number to a server
+    end
+    call('HSET', numbers, unpack(written))
+end
+local head = string.format('%d%016d%04d', is_whole and 1 or 0, counts.bytes, #victims)
+return { head .. table.concat(victims) .. table.concat(removed), result }

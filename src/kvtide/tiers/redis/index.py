@@ -8,6 +8,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 
 from kvtide.codec.record import WRITE_ID_BYTES
@@ -32,6 +33,7 @@ WRITE_IDS_MAX = 8192
 _KIND_BYTES = 16
 _PARTS_BYTES = 20
 _ROW_AT = 92
+_HEAD_BYTES = 21
 
 
 class WriteIds:
@@ -70,11 +72,11 @@ class Sent:
 class Begun:
     """What a store needs to go on: `why` not, or the life of its kind."""
 
-    record: Record
     why: str
     life: bytes
 
 
+@lru_cache(maxsize=64)
 def kind_of(root: RootName, layout: KVLayout) -> bytes:
     """16 bytes that stand for a root and a layout."""
     running = hashlib.sha256(b"kvtide kind 1")
@@ -102,16 +104,25 @@ class Index:
         self._bytes_max = bytes_max
         self._removed = bytearray()
         self._cursor = b"0"
-        self.victims: list[bytes] = []
-        """Keys of parts that nobody needs any more."""
+        self._victims: list[bytes] = []
+        self._taught: Connection | None = None
 
     def names(self, write_id: bytes, count: int) -> list[bytes]:
         """Keys of the parts of one write."""
         return [f"{self._prefix}{write_id.hex()}:{number}".encode() for number in range(count)]
 
-    def are_removed(self) -> None:
-        """The parts of all victims are gone."""
-        self.victims = []
+    def take_victims(self) -> list[bytes]:
+        """Writes whose parts nobody needs any more, since this was asked."""
+        victims, self._victims = self._victims, []
+        return victims
+
+    def names_of_victim(self, victim: bytes) -> list[bytes]:
+        """Keys of its parts."""
+        return self.names(victim[:WRITE_ID_BYTES], int(victim[WRITE_ID_BYTES:]))
+
+    def is_removed(self, victim: bytes) -> None:
+        """Its parts are gone; the next call says so."""
+        self._removed += victim
 
     # ---- calls
 
@@ -150,8 +161,15 @@ class Index:
             raise _nonsense(reply)
         return reply or None
 
-    def begin(self, put: Put, *, is_full: bool = False) -> Sent:
-        """Set room aside for a record; where the server itself is full, as much as is taken."""
+    def begin(self, put: Put, parents: set[bytes], *, is_behind: bool, is_full: bool) -> Sent:
+        """Set room aside for a record.
+
+        Args:
+            put: its store.
+            parents: of all that are being stored now; these are not evicted for it.
+            is_behind: its own is being stored, too.
+            is_full: the server itself has no more room than what is taken.
+        """
         record = put.record
         bytes_max = self._bytes_max
         if is_full:
@@ -170,15 +188,17 @@ class Index:
             ids,
             taken,
             b"%d" % bytes_max,
+            b"%d" % is_behind,
+            b"".join(parents),
         )
 
-    def begun(self, sent: Sent, put: Put) -> Begun:
+    def begun(self, sent: Sent) -> Begun:
         """What `begin` came to."""
         reply = self._answered(sent)
         match reply:
             case [bytes() as why, bytes() as life, int(evicted)]:
                 self._census.evicted_more(evicted)
-                return Begun(put.record, why.decode(), life)
+                return Begun(why.decode(), life)
         raise _nonsense(reply)
 
     def complete(
@@ -203,9 +223,14 @@ class Index:
                 return why.decode()
         raise _nonsense(reply)
 
-    def abandon(self, record: Record, write_id: bytes) -> None:
+    def abandon(self, record: Record, write_id: bytes) -> Sent:
         """What was begun will not be completed."""
-        self._call(b"abandon", *_parts_of(record, write_id))
+        kind = kind_of(record.root, record.layout)
+        return self._sent(b"abandon", *_parts_of(record, write_id), kind)
+
+    def abandoned(self, sent: Sent) -> None:
+        """It is not any more."""
+        self._answered(sent)
 
     def remove(self, record: Record, write_id: bytes) -> None:
         """It is not there as it should be: take it away, with what lies behind it."""
@@ -256,11 +281,15 @@ class Index:
 
     def _sent(self, *arguments: bytes) -> Sent:
         op, *rest = arguments
-        removed = bytes(self._removed)  # if this call fails, they are found loose in a minute
+        removed = bytes(self._removed)  # if this call fails, they stay loose for a minute
         self._removed.clear()
         command = [b"%d" % len(self._keys), *self._keys, op, removed, *rest]
         connection = self._routes.of(self._keys[0])
-        connection.send(b"EVALSHA", _SHA, *command)
+        if connection is self._taught:
+            connection.send(b"EVALSHA", _SHA, *command)
+        else:
+            connection.send(b"EVAL", SCRIPT, *command)
+            self._taught = connection
         return Sent(command, connection)
 
     def _answered(self, sent: Sent) -> Reply:
@@ -274,13 +303,14 @@ class Index:
         if isinstance(reply, ServerError):
             raise self._routes.judge(self._keys[0], reply)
         match reply:
-            case [int(is_whole), int(taken), bytes() as victims, bytes() as kinds, result]:
-                if not is_whole:
+            case [bytes() as told, result] if (
+                told[:_HEAD_BYTES].isdigit() and len(told) >= _HEAD_BYTES
+            ):
+                if told[:1] != b"1":  # it was not whole, and began anew
                     self._census.counted({})
-                self._census.said(taken, _cut(kinds, _KIND_BYTES))
-                for one in _cut(victims, _PARTS_BYTES):
-                    self._removed += one
-                    self.victims += self.names(one[:16], int(one[16:]))
+                kinds_at = _HEAD_BYTES + _PARTS_BYTES * int(told[17:_HEAD_BYTES])
+                self._census.said(int(told[1:17]), _cut(told[kinds_at:], _KIND_BYTES))
+                self._victims += _cut(told[_HEAD_BYTES:kinds_at], _PARTS_BYTES)
                 return result
         raise _nonsense(reply)
 

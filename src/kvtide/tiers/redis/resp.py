@@ -1,14 +1,16 @@
 """One connection that speaks RESP2, and moves large values from and into memory as it is.
 
-    send  ──► command and values, gathered by one system call          many may be under way
+    send  ──► commands and values, gathered by one system call         many may be under way
     read  ◄── replies, in the same order; a value straight into cells
 
 Invariant: `unread` counts the replies that are still to come. Whoever cannot read them all closes
 the connection, so that no reply is ever taken for another one's.
 """
 
+import math
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,6 +31,12 @@ PIECES_MAX = 512
 """Of one gathered write; the kernel takes 1024."""
 COPIED_BYTES = 4 * KiB
 """Values up to this size are copied into the command: cheaper than a piece of their own."""
+HELD_BYTES_MAX = 64 * KiB
+"""Commands are held back until they are so much, or an answer is waited for."""
+TLS_BYTES = 256 * KiB
+"""Of one encrypted write: it ends as a whole, so a deadline is looked at between them."""
+STEPS_A_SECOND = 10
+"""A deadline is met by so much: what a socket is told seldom changes, and is never none."""
 
 
 class ServerError(KVTideError):
@@ -50,9 +58,15 @@ class Connection:
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._silent_s = silent_s
         self._until_s = time.monotonic() + silent_s
+        if not self._is_tls:
+            sock.setblocking(True)  # the kernel keeps the time, and fills memory by one call
         self._bytes = bytearray(BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
         self._start = self._end = 0
+        self._text = bytearray()
+        self._pieces: list[bytearray | memoryview] = []
+        self._held_bytes = 0
+        self._set_s: dict[int, float] = {}
 
     # ---- life
 
@@ -66,8 +80,11 @@ class Connection:
         if self.unread or self._start < self._end:
             return True
         try:
-            self._sock.settimeout(0)
-            self._sock.recv(1, 0 if self._is_tls else socket.MSG_PEEK)
+            if self._is_tls:
+                self._sock.settimeout(0)
+                self._sock.recv(1)
+            else:
+                self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except (BlockingIOError, ssl.SSLWantReadError):
             return False
         except OSError:
@@ -81,21 +98,31 @@ class Connection:
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """For good."""
+        """For good; memory that was to be sent is not referred to any more."""
+        self._pieces = []
         self._sock.close()
 
-    def _wait(self) -> None:
+    def _limit_next(self, which: int) -> None:
+        """The next system call that sends or receives ends by the deadline."""
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
             raise PlaceFailed("it did not answer in time")
-        self._sock.settimeout(min(left_s, self._silent_s))
+        left_s = min(math.ceil(left_s * STEPS_A_SECOND) / STEPS_A_SECOND, self._silent_s)
+        if self._is_tls:
+            self._sock.settimeout(left_s)
+        elif self._set_s.get(which) != left_s:
+            self._set_s[which] = left_s
+            whole_s = int(left_s)
+            interval = struct.pack("ll", whole_s, int((left_s - whole_s) * 1e6))
+            self._sock.setsockopt(socket.SOL_SOCKET, which, interval)
 
     # ---- sending
 
     def send(self, *command: bytes | Sequence[memoryview]) -> None:
-        """Send a command; an argument that is a sequence is one value, in pieces."""
-        pieces: list[bytes | memoryview] = []
-        text = bytearray(b"*%d\r\n" % len(command))
+        """Send a command, at the latest when an answer is read; an argument that is a sequence is
+        one value, in pieces, which do not change until then."""
+        text = self._text
+        text += b"*%d\r\n" % len(command)
         for argument in command:
             if isinstance(argument, bytes):
                 text += b"$%d\r\n" % len(argument)
@@ -106,22 +133,32 @@ class Connection:
                     if len(piece) <= COPIED_BYTES:
                         text += piece
                     else:
-                        pieces += (bytes(text), piece)
-                        text = bytearray()
+                        self._pieces += (text, piece)
+                        self._held_bytes += len(piece)
+                        text = self._text = bytearray()
             text += b"\r\n"
-        pieces.append(bytes(text))
         self.unread += 1
-        self._send_all(pieces)
+        if self._held_bytes + len(text) >= HELD_BYTES_MAX:
+            self.flush()
 
-    def _send_all(self, pieces: list[bytes | memoryview]) -> None:
+    def flush(self) -> None:
+        """Send what was held back."""
+        if self._pieces or self._text:
+            pieces = [*self._pieces, self._text]
+            self._pieces, self._text, self._held_bytes = [], bytearray(), 0
+            self._send_all(pieces)
+
+    def _send_all(self, pieces: list[bytearray | memoryview]) -> None:
         if self._is_tls:
             for piece in pieces:
-                self._wait()
-                self._sock.sendall(piece)
+                rest = memoryview(piece)
+                while rest:
+                    self._limit_next(socket.SO_SNDTIMEO)
+                    rest = rest[self._sock.send(rest[:TLS_BYTES]) :]
             return
         at = 0
         while at < len(pieces):
-            self._wait()
+            self._limit_next(socket.SO_SNDTIMEO)
             sent = self._sock.sendmsg(pieces[at : at + PIECES_MAX])
             while at < len(pieces) and sent >= len(pieces[at]):
                 sent -= len(pieces[at])
@@ -133,6 +170,7 @@ class Connection:
 
     def read(self) -> Reply:
         """The next reply. An error is given, not raised: it ends nothing."""
+        self.flush()
         reply = self._read(0)
         self.unread -= 1
         return reply
@@ -150,10 +188,16 @@ class Connection:
         if number == -1:
             return None
         if kind == b"$" and 0 <= number <= REPLY_BYTES_MAX:
-            value = bytearray(number)
-            self._fill(memoryview(value))
+            end = self._start + number
+            if end <= self._end:
+                value = self._buffer[self._start : end].tobytes()
+                self._start = end
+            else:
+                memory = bytearray(number)
+                self._fill(memoryview(memory))
+                value = bytes(memory)
             self._line_end()
-            return bytes(value)
+            return value
         if kind == b"*" and 0 <= number <= ITEMS_MAX and depth < DEPTH_MAX:
             return [self._read(depth + 1) for _ in range(number)]
         raise PlaceFailed(f"it answered what is no RESP: {line[:40]!r}")
@@ -165,6 +209,7 @@ class Connection:
             CorruptRecord: it has another length; the connection cannot be used any more.
             ServerError: the server says no.
         """
+        self.flush()
         line = self._line()
         if line[:1] == b"-":
             self.unread -= 1
@@ -195,7 +240,7 @@ class Connection:
                 raise PlaceFailed(f"it answered without an end: {ahead[:40]!r}")
             self._buffer[: len(ahead)] = ahead
             self._start, self._end = 0, len(ahead)
-            self._end += self._received(self._buffer[self._end :])
+            self._end += self._received(self._buffer[self._end :], 0)
 
     def _line_end(self) -> None:
         if self._line():
@@ -207,11 +252,11 @@ class Connection:
         into[:done] = self._buffer[self._start : self._start + done]
         self._start += done
         while done < len(into):
-            done += self._received(into[done:])
+            done += self._received(into[done:], 0 if self._is_tls else socket.MSG_WAITALL)
 
-    def _received(self, into: memoryview) -> int:
-        self._wait()
-        count = self._sock.recv_into(into)
+    def _received(self, into: memoryview, flags: int) -> int:
+        self._limit_next(socket.SO_RCVTIMEO)
+        count = self._sock.recv_into(into, 0, flags)
         if not count:
             raise PlaceFailed("it ended the connection")
         return count

@@ -14,10 +14,11 @@ import ssl
 import threading
 import time
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kvtide.errors import PlaceFailed
 from kvtide.redis_address import Address, shown_host
+from kvtide.tiers.redis.resolving import addresses_of
 from kvtide.tiers.redis.resp import Connection, Reply, ServerError
 from kvtide.tiers.remote.session import CALL_S_MAX, CONNECT_S_MAX, PUT_S_MAX
 
@@ -67,7 +68,7 @@ class Routes:
         self._lock = threading.Lock()
         self._connections: dict[Host, Connection] = {}
         self._asks: dict[bytes, Host] = {}
-        self._asked: dict[bytes, Connection] = {}
+        self._asked: list[tuple[bytes, Connection]] = []
         self._is_cluster = False
         self._slots: list[Host | None] = []
         self._first: Host | None = None
@@ -78,15 +79,21 @@ class Routes:
 
     def begin(self, limit_s: float) -> None:
         """A call begins, which has ended in so long. What has gone stale meanwhile is closed."""
-        self._until_s = time.monotonic() + limit_s
         for host, connection in list(self._connections.items()):
             if connection.is_stale:
                 self._forget(host)
-            else:
-                connection.limit(self._until_s)
+        self.limit(time.monotonic() + limit_s)
         if not self._connections:
             self._first = None  # where it was may not be where it is
         self._forget_asks()
+
+    def limit(self, until_s: float) -> None:
+        """What is asked from now on has ended by then, on the monotonic clock."""
+        self._until_s = until_s
+        for connection in self._connections.values():
+            connection.limit(until_s)
+        for _, asked in self._asked:
+            asked.limit(until_s)
 
     def of(self, key: bytes) -> Connection:
         """The connection to whoever has this key.
@@ -107,10 +114,13 @@ class Routes:
         return self._connected(host)
 
     def _asking(self, key: bytes, host: Host) -> Connection:
-        """A connection for this key alone: leave to ask holds for one command."""
-        connection = self._asked.get(key)
+        """A connection for this key alone, since leave to ask holds for one command; another one,
+        where answers are still to come."""
+        idle = (one for asked, one in self._asked if asked == key and not one.unread)
+        connection = next(idle, None)
         if connection is None:
-            connection = self._asked[key] = self._opened(host)
+            connection = self._opened(host)
+            self._asked.append((key, connection))
             self._greet(connection)
         connection.send(b"ASKING")
         _expect_ok(connection.read())
@@ -145,9 +155,10 @@ class Routes:
         for host, connection in list(self._connections.items()):
             if connection.unread:
                 self._forget(host)
-        for key, asked in list(self._asked.items()):
+        for _, asked in self._asked:
             if asked.unread:
-                self._asked.pop(key).close()
+                asked.close()
+        self._asked = [one for one in self._asked if not one[1].unread]
 
     # ---- life
 
@@ -167,7 +178,7 @@ class Routes:
         self._first = None
 
     def _forget_asks(self) -> None:
-        for asked in self._asked.values():
+        for _, asked in self._asked:
             asked.close()
         self._asked.clear()
         self._asks.clear()
@@ -237,9 +248,8 @@ class Routes:
 
     def _opened(self, host: Host) -> Connection:
         """A connection that nothing was said on."""
-        timeout_s = min(self._limits.connect_s, max(0.001, self._until_s - time.monotonic()))
         try:
-            sock = self._socket(host, timeout_s)
+            sock = self._socket(host)
         except OSError as error:  # ssl.SSLError is one
             where = self._address.path or shown_host(*host)
             raise PlaceFailed(f"{where} cannot be reached: {error}") from error
@@ -247,19 +257,32 @@ class Routes:
         connection.limit(self._until_s)
         return connection
 
-    def _socket(self, host: Host, timeout_s: float) -> socket.socket:
-        tls = self._tls if self._address.is_tls else None
+    def _socket(self, host: Host) -> socket.socket:
         if self._address.path:
-            sock = socket.socket(socket.AF_UNIX)
-        else:
-            sock = socket.create_connection(host, timeout_s)
+            return self._reached(socket.AF_UNIX, self._address.path, host)
+        failed = OSError("its name has no address")
+        for family, _, _, _, where in addresses_of(host, self._connect_s()):
+            try:
+                return self._reached(family, where, host)
+            except OSError as error:
+                failed = error
+        raise failed
+
+    def _connect_s(self) -> float:
+        """So long the next step of connecting may take."""
+        return min(self._limits.connect_s, max(0.001, self._until_s - time.monotonic()))
+
+    def _reached(self, family: int, where: Any, host: Host) -> socket.socket:
+        sock = socket.socket(family)
         try:
-            sock.settimeout(timeout_s)
-            if self._address.path:
-                sock.connect(self._address.path)
-            else:
+            sock.settimeout(self._connect_s())
+            sock.connect(where)
+            if family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock if tls is None else tls.wrap_socket(sock, server_hostname=host[0])
+            if not self._address.is_tls or self._tls is None:
+                return sock
+            sock.settimeout(self._connect_s())
+            return self._tls.wrap_socket(sock, server_hostname=host[0])
         except BaseException:
             sock.close()
             raise

@@ -10,23 +10,12 @@ where a value of exactly 4 MiB takes 5. None is longer than `PART_BYTES_MAX`: fr
 jemalloc maps and gives back each value by itself, at a third of the speed.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from kvtide.codec.record import (
-    WRITE_ID_BYTES,
-    Header,
-    checksums_of,
-    header_bytes,
-    read_header,
-    stored_bytes,
-    verify,
-    write_header,
-)
+from kvtide.codec.record import header_bytes, stored_bytes
 from kvtide.core.layout import KVLayout
 from kvtide.core.records import Record
-from kvtide.errors import CorruptRecord, UnknownFormat
 from kvtide.units import KiB, MiB
 
 PART_BYTES_MAX = 2 * MiB
@@ -47,7 +36,6 @@ def size_class(length_bytes: int) -> int:
     return -(-length_bytes // step) * step
 
 
-@lru_cache(maxsize=256)
 def part_lengths(length_bytes: int) -> tuple[int, ...]:
     """Into what a record of this length is cut, in order."""
     lengths = []
@@ -74,7 +62,12 @@ def _next_length(left_bytes: int) -> int:
 
 def lengths_of(record: Record) -> tuple[int, ...]:
     """The lengths of all parts of a record."""
-    return part_lengths(stored_bytes(record.layout, record.blocks))
+    return _lengths_of(record.layout, record.blocks)
+
+
+@lru_cache(maxsize=256)
+def _lengths_of(layout: KVLayout, blocks: int) -> tuple[int, ...]:
+    return part_lengths(stored_bytes(layout, blocks))
 
 
 def taken_bytes(lengths: Sequence[int]) -> int:
@@ -82,20 +75,11 @@ def taken_bytes(lengths: Sequence[int]) -> int:
     return sum(size_class(length + BESIDE_BYTES) + KEY_BYTES_TAKEN for length in lengths)
 
 
-def headers_of(record: Record, write_id: bytes, cells: Sequence[memoryview]) -> list[memoryview]:
-    """The headers of all shards, with the checksums of these cells."""
-    assert len(write_id) == WRITE_ID_BYTES, write_id
-    headers = empty_headers(record.layout, record.blocks)
-    for shard, (into, payload) in enumerate(zip(headers, cells, strict=True)):
-        checksums = checksums_of(payload, record.blocks)
-        write_header(into, Header(record, shard, write_id, checksums))
-    return headers
-
-
-def empty_headers(layout: KVLayout, blocks: int) -> list[memoryview]:
+def empty_headers(record: Record) -> list[memoryview]:
     """Memory for the headers of all shards."""
-    length = header_bytes(layout.shard_count, blocks)
-    return [memoryview(bytearray(length)) for _ in range(layout.shard_count)]
+    shard_count = record.layout.shard_count
+    length = header_bytes(shard_count, record.blocks)
+    return [memoryview(bytearray(length)) for _ in range(shard_count)]
 
 
 def cut(
@@ -115,25 +99,3 @@ def cut(
                 at, begun = at + 1, 0
         yield part
     assert (at, begun) == (len(row), 0), (at, begun, lengths)
-
-
-def prove(
-    record: Record, write_id: bytes, headers: Sequence[memoryview], cells: Sequence[memoryview]
-) -> None:
-    """Every byte is the record's, and of this write.
-
-    Raises:
-        CorruptRecord: says what differs.
-    """
-    verify(headers, cells, record)
-    try:
-        found = read_header(headers[0]).write_id
-    except UnknownFormat as error:
-        raise CorruptRecord(str(error)) from error
-    if found != write_id:
-        raise CorruptRecord(f"{record.key.hex()} is of write {found.hex()}, not {write_id.hex()}")
-
-
-def random_write_id() -> bytes:
-    """Of one write: parts of two writers never mix."""
-    return os.urandom(WRITE_ID_BYTES)

@@ -32,13 +32,11 @@ class Put:
         record: what it is.
         write_id: 16 random bytes, of this write alone.
         cells: for each shard, the memory of its blocks.
-        headers: gives those of all shards, made for this write; ready, or soon.
     """
 
     record: Record
     write_id: bytes
     cells: Sequence[memoryview]
-    headers: Callable[[], Sequence[memoryview]]
 
 
 class Session(Protocol):
@@ -52,12 +50,14 @@ class Session(Protocol):
         """LOADED, and each byte is proven; ABSENT; or CORRUPT. In both latter cases the record
         and what lies behind it are gone."""
 
-    def store(self, put: Put, following: Put | None) -> StoreOutcome:
-        """STORED, HELD, NOT_ANCHORED, NO_ROOM, or FAILED: its name has other content. Nothing is
-        sent of what is there. It is found once it is complete, and evicts what it must.
-
-        `following` is what will be stored next, if nothing comes between.
-        """
+    def store(
+        self, next_put: Callable[[], Put | None], ended: Callable[[Put, StoreOutcome], None]
+    ) -> None:
+        """Carry out stores as long as `next_put` gives some, and tell of each that has `ended`, in
+        order, from within this call: STORED, HELD, NOT_ANCHORED, NO_ROOM, or FAILED (its name has
+        other content). Several may be under way, so that the place never waits; when this raises,
+        those that have not ended have failed. Nothing is sent of what is there. A record is found
+        once it is complete and its parent is there, and evicts what it must."""
 
     def clear(self, scope: Scope) -> int:
         """None of these is found any more, by anybody; how many there were."""

@@ -12,9 +12,9 @@ ended by a queue that `poll` empties. What is there by number (`Census`) they te
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from kvtide.bounds import T_PUT_MS
+from kvtide.bounds import T_LOAD_MS, T_PUT_MS
 from kvtide.core.records import RootName
 from kvtide.errors import PlaceFailed
 from kvtide.tiers.base import (
@@ -30,14 +30,17 @@ from kvtide.tiers.base import (
     TierStatistics,
 )
 from kvtide.tiers.breaker import RETRY_MS_MIN, Breaker
+from kvtide.tiers.hung import Hung
 from kvtide.tiers.pending import Pending, PendingStores
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.remote.session import Session
 from kvtide.tiers.remote.workers import (
+    LOAD_THREADS,
     AskOp,
     ClearOp,
     Ended,
     LoadOp,
+    Op,
     ProbeOp,
     StoreOp,
     Workers,
@@ -52,14 +55,17 @@ RETRY_MS_MAX = 4_000
 """A broken place is tried so often at least: with a call of it, hits resume within T_heal."""
 SURVEY_MS = 10_000
 """So often the place is asked for its numbers: an idle tier knows whether it works, too."""
-HANDED_MAX = 3
-"""Stores that the writing thread is given ahead: one is sent, the next has its sums taken."""
+HANDED_MAX = 16
+"""Stores that the threads are given ahead: as many small ones as are sent until the owner looks
+again, and few enough to have their sums taken in vain where the place fails."""
 CLEAR_S_MAX = 0.2
 """So long a clear waits for the place to take note of it."""
 CLEARS_MAX = 64
 """That may wait for a place that does not answer; one more means everything."""
 ASKED_MAX = 256
 """Lookups that may wait: what is above finds nothing."""
+LATE_MS = 1_000
+"""A call bounds itself; one that runs for so much longer than it may does not come back."""
 SILENT_MS = 120_000
 """Failures for so long without a success between them are said, whatever the breaker does."""
 
@@ -95,6 +101,7 @@ class RemoteTier:
         self._queue_bytes_max = queue_bytes_max
         self._census = Census()
         self._breaker = Breaker("loads and stores", place, logger, RETRY_MS_MAX)
+        self._hung: Hung[Op] = Hung(_run_ms_max)
         self._health = _Health()
         self._workers = Workers(name, lambda: open_session(self._census), wake)
         self._pending = PendingStores()
@@ -270,9 +277,10 @@ class RemoteTier:
         self._health.now_ms = self._now_ms
         if self._is_closed:
             return
-        self._take_back_handed()
-        self._drop(self._pending.older_than(self._now_ms - PUT_MS_MAX), StoreOutcome.TOO_OLD)
-        self._hand_over()
+        self._drop_old(self._now_ms - PUT_MS_MAX)
+        self._look_for_hung()
+        if self._is_blocked:
+            return
         if self._breaker.wants_probe(self._now_ms):
             self._workers.probe()
         elif not (self._breaker.is_open or self._is_surveying) and (
@@ -281,8 +289,18 @@ class RemoteTier:
             self._is_surveying = True
             self._workers.probe()
 
+    def _drop_old(self, before_ms: int) -> None:
+        """Stores that came by then and have not begun; as long as there is none, what is done
+        ahead for those that wait stays done."""
+        first = self._workers.next_store()
+        if first is not None and first.pending.since_ms <= before_ms:
+            self._take_back_handed()
+        self._drop(self._pending.older_than(before_ms), StoreOutcome.TOO_OLD)
+        self._hand_over()
+
     def _take(self, ended: Ended) -> None:
         """What a thread says."""
+        self._hung.ended(ended.op)
         match ended.op:
             case AskOp() as op:
                 self._asking.discard(op)
@@ -296,7 +314,8 @@ class RemoteTier:
                 self._surveyed_ms = self._now_ms
                 if self._breaker.is_probing:
                     self._breaker.probed(ended.error, self._now_ms)
-        self._judge(ended.error)
+        if not ended.is_told:
+            self._judge(ended.error)
 
     def _take_load(self, op: LoadOp, ended: Ended) -> None:
         self._loading.discard(op)
@@ -313,22 +332,31 @@ class RemoteTier:
             return
         if error is None:
             self._health.succeeded()
-            self._breaker.worked()
+            if not self._is_blocked:
+                self._breaker.worked()
             return
         self._health.failed(str(error))
         if self._breaker.failed(error, self._now_ms):
-            self._end_what_waits(
-                self._workers.take_back(), LoadOutcome.BROKEN, StoreOutcome.BROKEN
-            )
+            self._end_what_waits(LoadOutcome.BROKEN, StoreOutcome.BROKEN)
 
-    def _end_what_waits(
-        self,
-        taken: tuple[Iterable[AskOp], Iterable[LoadOp], Iterable[StoreOp]],
-        loads: LoadOutcome,
-        stores: StoreOutcome,
-    ) -> None:
+    def _look_for_hung(self) -> None:
+        """A call that does not come back, as that of a name's resolver: what waits behind it ends.
+        Its own cells are lent until it does come back."""
+        for op in self._hung.look(self._workers.running(), self._now_ms):
+            self._breaker.hung(_run_ms_max(op), self._now_ms)
+        if self._is_blocked or (self._hung.told and self._breaker.is_open):
+            self._end_what_waits(LoadOutcome.BROKEN, StoreOutcome.BROKEN)
+
+    @property
+    def _is_blocked(self) -> bool:
+        """Whether all threads of a kind have a call that does not come back: whatever others
+        show, what they are given would wait."""
+        loads = sum(isinstance(op, LoadOp) for op in self._hung.told)
+        return loads >= LOAD_THREADS or len(self._hung.told) > loads
+
+    def _end_what_waits(self, loads: LoadOutcome, stores: StoreOutcome) -> None:
         """All that no thread has begun."""
-        asks, loading, handed = taken
+        asks, loading, handed = self._workers.take_back()
         for ask in asks:
             self._asking.discard(ask)
             self._end(Found(ask.job.number, [], may_go_on=False))
@@ -361,9 +389,15 @@ class RemoteTier:
         if self._is_closed:
             return
         self._is_closed = True
-        self._end_what_waits(self._workers.take_back(), LoadOutcome.CLOSED, StoreOutcome.CLOSED)
+        self._end_what_waits(LoadOutcome.CLOSED, StoreOutcome.CLOSED)
         self._workers.stop(timeout_s)  # with a store, if its sums were being taken
-        self._end_what_waits(self._workers.take_back(), LoadOutcome.CLOSED, StoreOutcome.CLOSED)
+        self._end_what_waits(LoadOutcome.CLOSED, StoreOutcome.CLOSED)
+
+
+def _run_ms_max(op: Op) -> int:
+    """What one is carried out in: the writing thread may clear and sweep ahead of a store."""
+    limit_ms = T_LOAD_MS if isinstance(op, AskOp | LoadOp) else PUT_MS_MAX + 2 * T_LOAD_MS
+    return limit_ms + LATE_MS
 
 
 class _Health:

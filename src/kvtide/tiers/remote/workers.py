@@ -2,13 +2,12 @@
 
     owner ── lookups ────────► 1 × ask ───┐
     owner ── loads ──────────► 2 × load ──┼─► results ── wake ──► owner
-    owner ── stores, clears ─► 1 × write ─┘      1 × sums
+    owner ── stores, clears ─► 1 × write ─┘
 
 Each thread has a session of its own. Small questions do not stand behind large values, and stores
-are sent one after the other: so a parent is there before its child is sent, and a clear lies
+are sent one after the other: so a parent is there before its child is complete, and a clear lies
 between what was stored before and what is stored after it, without anybody having to see to it.
-What clears have left is given back between stores. The thread of the sums makes the headers of
-stores that wait, with their checksums, while another is sent.
+What clears have left is given back between stores.
 
 Ownership: all queues are under `_lock`, with a condition for each kind of thread. Threads are
 started by `start` and joined by `stop`; a thread that waits holds no cells.
@@ -16,6 +15,7 @@ started by `start` and joined by `stop`; a thread that waits holds no cells.
 
 import functools
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -23,11 +23,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from kvtide.codec.record import WRITE_ID_BYTES
 from kvtide.core.records import Record
 from kvtide.errors import ConfigError, PlaceFailed
 from kvtide.tiers.base import LoadJob, LoadOutcome, LookupJob, StoreJob, StoreOutcome
 from kvtide.tiers.pending import Pending
-from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.session import Put, Session
 from kvtide.tiers.scope import Scope
 
@@ -53,12 +53,11 @@ class LoadOp:
 
 @dataclass(slots=True, eq=False)
 class StoreOp:
-    """A store. `headers` are there once they are made; one that `is_doomed` is not carried out."""
+    """A store; one that `is_doomed` is not begun."""
 
     job: StoreJob
     pending: Pending
-    write_id: bytes = field(default_factory=parts.random_write_id)
-    headers: list[memoryview] | None = None
+    write_id: bytes = field(default_factory=lambda: os.urandom(WRITE_ID_BYTES))
 
     @property
     def is_doomed(self) -> bool:
@@ -90,10 +89,12 @@ Op: TypeAlias = AskOp | LoadOp | StoreOp | ClearOp | ProbeOp | SweepOp
 
 @dataclass(slots=True)
 class Ended:
-    """How an operation ended: with `error`, or as it says."""
+    """How an operation ended: with `error`, or as it says. `is_told`: it is the error of another
+    one, too, which tells of it."""
 
     op: Op
     error: PlaceFailed | None = None
+    is_told: bool = False
     outcome: LoadOutcome | StoreOutcome | None = None
     found: list[Record] = field(default_factory=list)
     may_go_on: bool = False
@@ -113,19 +114,16 @@ class Workers:
         self._for_asks = threading.Condition(self._lock)
         self._for_loads = threading.Condition(self._lock)
         self._for_writes = threading.Condition(self._lock)
-        self._for_sums = threading.Condition(self._lock)
         self._for_quiet = threading.Condition(self._lock)
         self._asks: deque[AskOp] = deque()
         self._loads: deque[LoadOp] = deque()
         self._stores: deque[StoreOp] = deque()
         self._clears: deque[ClearOp] = deque()
         self._probes: deque[ProbeOp] = deque()
-        self._summing: StoreOp | None = None
-        self._is_storing = False
+        self._running: set[Op] = set()
         self._is_clear_due = False
         self._is_dirty = False
         self._is_stopping = False
-        self._busy = 0
         self._is_ending = False
         self._sessions: list[Session] = []
         self._threads: list[threading.Thread] = []
@@ -138,7 +136,7 @@ class Workers:
         """
         runs = [("ask", self._next_ask), ("write", self._next_write)]
         runs += [(f"load-{n}", self._next_load) for n in range(LOAD_THREADS)]
-        targets: list[tuple[str, Callable[[], None]]] = [("sums", self._run_sums)]
+        targets: list[tuple[str, Callable[[], None]]] = []
         for kind, next_op in runs:
             session = self._open_session()
             self._sessions.append(session)
@@ -175,7 +173,6 @@ class Workers:
         with self._lock:
             self._stores.append(op)
             self._for_writes.notify()
-            self._for_sums.notify()
 
     def clear(self, op: ClearOp) -> None:
         """Have it done before any store that has not begun; again and again until it is done."""
@@ -204,22 +201,30 @@ class Workers:
             return self._taken_stores()
 
     def _taken_stores(self) -> list[StoreOp]:
-        taken = [op for op in self._stores if op is not self._summing]
-        for op in taken:
-            self._stores.remove(op)
+        taken = list(self._stores)
+        self._stores.clear()
         return taken
+
+    def next_store(self) -> StoreOp | None:
+        """What the writing thread will begin next."""
+        with self._lock:
+            return self._stores[0] if self._stores else None
+
+    def running(self) -> set[Op]:
+        """What threads have begun and not ended."""
+        with self._lock:
+            return set(self._running)
 
     def stop(self, timeout_s: float) -> None:
         """Let what runs end, for so long; then break it off, and end the threads."""
         until = time.monotonic() + timeout_s
         with self._lock:
             self._is_stopping, self._is_dirty = True, False
-            self._for_quiet.wait_for(lambda: not self._busy, timeout_s / 2)
+            self._for_quiet.wait_for(lambda: not self._running, timeout_s / 2)
             self._is_ending = True
             self._for_asks.notify_all()
             self._for_loads.notify_all()
             self._for_writes.notify_all()
-            self._for_sums.notify_all()
         for session in self._sessions:
             session.interrupt()
         for thread in self._threads:
@@ -236,15 +241,21 @@ class Workers:
         op = next_op()
         if op is None:
             return False
-        ended = self._ended(session, op)
+        if isinstance(op, StoreOp):
+            waiting = [op]
+            del op  # it may end long before the call that begins with it
+            self._store(session, waiting)
+        else:
+            self._say(self._ended(session, op))
+        return True
+
+    def _say(self, ended: Ended) -> None:
         with self._lock:
-            self._busy -= 1
-            self._is_storing &= not isinstance(op, StoreOp)
+            self._running.discard(ended.op)
             self._for_quiet.notify_all()
-        if ended is not None:
+        if not isinstance(ended.op, SweepOp) or ended.error is not None:
             self.results.append(ended)
             self._wake()
-        return True
 
     def _next_ask(self) -> Op | None:
         with self._lock:
@@ -259,14 +270,16 @@ class Workers:
     def _next_write(self) -> Op | None:
         with self._lock:
             self._for_writes.wait_for(self._has_writes)
+            op: Op
             if self._clears and self._is_clear_due:
                 self._is_clear_due = False
-                self._busy += 1
-                return self._clears[0]
-            if self._stores or self._probes or self._is_ending:
+                op = self._clears[0]
+            elif self._stores or self._probes or self._is_ending:
                 return self._begun(self._probes or self._stores)
-            self._busy += 1
-            return SweepOp()
+            else:
+                op = SweepOp()
+            self._running.add(op)
+            return op
 
     def _has_writes(self) -> bool:
         if self._is_ending or self._stores or self._probes:
@@ -276,90 +289,41 @@ class Workers:
     def _begun(self, queue: deque[Any]) -> Op | None:
         if self._is_ending or not queue:
             return None
-        self._busy += 1
         op: Op = queue.popleft()
-        if isinstance(op, StoreOp):
-            self._is_storing = True
-            self._for_sums.notify()
+        self._running.add(op)
         return op
 
-    def _ended(self, session: Session, op: Op) -> Ended | None:
+    def _ended(self, session: Session, op: Op) -> Ended:
         try:
             return self._carried_out(session, op)
-        except PlaceFailed as error:
-            fault = error
         except Exception as error:
-            logger.exception("an operation of %s ended by a bug", self._name)
-            fault = PlaceFailed(f"{type(error).__name__}: {error}")
-        if isinstance(op, SweepOp | StoreOp):
-            self._is_dirty = False  # until a probe has shown that the place works
-        return Ended(op, PlaceFailed(str(fault)))  # without a traceback, which would hold cells
+            if isinstance(op, SweepOp):
+                self._is_dirty = False  # until a probe has shown that the place works
+            return Ended(op, self._fault(error))
 
-    def _carried_out(self, session: Session, op: Op) -> Ended | None:
+    def _fault(self, error: Exception) -> PlaceFailed:
+        """What it tells, without a traceback, which would hold cells."""
+        if isinstance(error, PlaceFailed):
+            return PlaceFailed(str(error))
+        logger.error("an operation of %s ended by a bug", self._name, exc_info=error)
+        return PlaceFailed(f"{type(error).__name__}: {error}")
+
+    def _carried_out(self, session: Session, op: Op) -> Ended:
         match op:
             case AskOp(job):
                 found, may_go_on = session.find(job)
                 return Ended(op, found=found, may_go_on=may_go_on)
             case LoadOp(job):
                 return Ended(op, outcome=session.load(job.record, job.cells))
-            case StoreOp() as op:
-                self._clear_all(session)
-                self._sweep(session)
-                if op.is_doomed:
-                    return Ended(op, outcome=StoreOutcome.NOT_ANCHORED)
-                with self._lock:
-                    after = self._stores[0] if self._stores and not self._clears else None
-                following = None if after is None or after.is_doomed else self._put(after)
-                return Ended(op, outcome=session.store(self._put(op), following))
             case ProbeOp():
                 self._clear_all(session)
                 session.survey()
                 self._is_dirty = not self._is_stopping
-                return Ended(op)
             case ClearOp():
                 self._clear_all(session)
-                return Ended(op)
             case SweepOp():
                 self._sweep(session)
-        return None
-
-    # ---- headers
-
-    def _put(self, op: StoreOp) -> Put:
-        headers = functools.partial(self._headers, op)
-        return Put(op.job.record, op.write_id, op.job.cells, headers)
-
-    def _headers(self, op: StoreOp) -> list[memoryview]:
-        """Of a store that is being sent; another thread may be making them."""
-        with self._lock:
-            self._for_quiet.wait_for(lambda: self._summing is not op)
-        if op.headers is None:
-            op.headers = parts.headers_of(op.job.record, op.write_id, op.job.cells)
-        return op.headers
-
-    def _run_sums(self) -> None:
-        while self._sum_one():
-            pass
-
-    def _sum_one(self) -> bool:
-        with self._lock:
-            self._for_sums.wait_for(lambda: self._unsummed() or self._is_ending)
-            op = self._summing = None if self._is_ending else self._unsummed()
-        if op is None:
-            return False
-        try:
-            op.headers = parts.headers_of(op.job.record, op.write_id, op.job.cells)
-        except Exception:
-            logger.exception("checksums ended by a bug")  # the writing thread meets it too
-        with self._lock:
-            self._summing = None
-            self._for_quiet.notify_all()
-        return True
-
-    def _unsummed(self) -> StoreOp | None:
-        """The next one without; while nothing is sent, the first is about to be."""
-        waiting = self._stores if self._is_storing else ()
-        return next((op for op in waiting if op.headers is None), None)
+        return Ended(op)
 
     def _sweep(self, session: Session) -> None:
         if self._is_dirty:
@@ -373,3 +337,43 @@ class Workers:
                 self._clears.popleft()
             self._is_dirty = not self._is_stopping
             op.is_done.set()
+
+    # ---- stores
+
+    def _store(self, session: Session, waiting: list[StoreOp]) -> None:
+        """This one, and those behind it as long as nothing else is to be done."""
+        begun = {op.write_id: op for op in waiting}
+        fault = None
+
+        def next_put() -> Put | None:
+            op = waiting.pop() if waiting else self._next_store()
+            while op is not None and op.is_doomed:
+                self._say(Ended(op, outcome=StoreOutcome.NOT_ANCHORED))
+                begun.pop(op.write_id, None)
+                op = self._next_store()
+            if op is None:
+                return None
+            begun[op.write_id] = op
+            return Put(op.job.record, op.write_id, op.job.cells)
+
+        def ended(put: Put, outcome: StoreOutcome) -> None:
+            self._say(Ended(begun.pop(put.write_id), outcome=outcome))
+
+        try:
+            self._clear_all(session)
+            self._sweep(session)
+            session.store(next_put, ended)
+        except Exception as error:
+            self._is_dirty = False
+            fault = self._fault(error)
+        for number, op in enumerate(begun.values()):
+            assert fault is not None, op.job.number
+            self._say(Ended(op, fault, is_told=number > 0))
+
+    def _next_store(self) -> StoreOp | None:
+        with self._lock:
+            if self._clears or self._probes or self._is_dirty or self._is_stopping:
+                return None
+            op = self._begun(self._stores)
+        assert op is None or isinstance(op, StoreOp), op
+        return op
