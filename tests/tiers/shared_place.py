@@ -54,20 +54,20 @@ def files_of(tier: SharedDirTier) -> FaultyFiles:
     return files
 
 
-def part_of(tier: SharedDirTier) -> Path:
+def folder_of(tier: SharedDirTier) -> Path:
     """Its own sub-directory."""
     return tier.path / tier._place.own.hex()
 
 
 def file_of(tier: SharedDirTier, record: Record) -> Path:
     """Where it keeps a record."""
-    return part_of(tier) / record.key.hex()[:2] / record.key.hex()
+    return folder_of(tier) / record.key.hex()[:2] / record.key.hex()
 
 
-def bytes_taken(part: Path) -> int:
-    """What all files of a part take, as the file system counts them."""
+def bytes_taken(folder: Path) -> int:
+    """What all files of a folder take, as the file system counts them."""
     total = 0
-    for file in part.rglob("*"):
+    for file in folder.rglob("*"):
         try:
             total += 0 if file.is_dir() else file.stat().st_blocks * 512
         except FileNotFoundError:

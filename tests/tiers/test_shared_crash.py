@@ -22,8 +22,8 @@ from tests.tiers.shared_place import (
     bytes_taken,
     driven,
     file_of,
+    folder_of,
     look,
-    part_of,
     shared_of,
     tails,
 )
@@ -56,24 +56,26 @@ def test_a_member_that_was_killed_is_followed_at_once_and_nothing_of_it_is_lost(
     kv = tmp_path / "kv"
     draw = random.Random(1)
     with driven(kv, CAP_BYTES) as watcher:
-        own = part_of(shared_of(watcher))
+        own = folder_of(shared_of(watcher))
         for turn in range(6):
             numbers = run_until_killed(kv, 100 * turn, draw.randint(1, 12))
             chains = [chain_of(ROOT, SMALL, text(number, 10)) for number in numbers]
             look(watcher)
             with driven(kv, CAP_BYTES) as follower:
-                parts = {path for path in kv.iterdir() if path.is_dir()}
-                assert parts == {own, part_of(shared_of(follower))}, "its part is taken again"
+                folders = {path for path in kv.iterdir() if path.is_dir()}
+                assert folders == {own, folder_of(shared_of(follower))}, (
+                    "its folder is taken again"
+                )
                 for chain in chains:
                     for member in (watcher, follower):
                         assert member.find(chain[:2], chain[2].digests) == chain
                         assert {member.load(record) for record in chain} == {LoadOutcome.LOADED}
                 follower.keep(tails(1, first=5000 + turn))
-                part = part_of(shared_of(follower))
-                assert not list(part.rglob("*.tmp"))
-                files = [path for path in part.glob("??/*") if path.is_file()]
+                folder = folder_of(shared_of(follower))
+                assert not list(folder.rglob("*.tmp"))
+                files = [path for path in folder.glob("??/*") if path.is_file()]
                 assert len(files) == sum(1 for _ in shared_of(follower)._view.own_rows())
-                assert bytes_taken(part) <= CAP_BYTES
+                assert bytes_taken(folder) <= CAP_BYTES
                 shared_of(follower).check_integrity()
             shared_of(watcher).check_integrity()
 
@@ -132,10 +134,10 @@ class World:
             roots = (one for one in CHAINS if digest in (None, one[0].root.salt_digest))
             self.cleared[at] |= {record.key for one in roots for record in one}
         elif what == "restart":
-            own = part_of(shared_of(member))
+            own = folder_of(shared_of(member))
             member.close(30)
             self.members[at] = self.open()
-            assert part_of(shared_of(self.members[at])) == own, "the only one that is free"
+            assert folder_of(shared_of(self.members[at])) == own, "the only one that is free"
         elif file.exists():
             if what == "damage":
                 flip(file, payload_offset(chain[0]) + 5)
@@ -154,7 +156,7 @@ def test_whatever_members_do_promises_are_kept(tmp_path: Path, seed: int) -> Non
         for member in world.members:
             look(member)
             shared_of(member).check_integrity()
-            assert bytes_taken(part_of(shared_of(member))) <= MiB
+            assert bytes_taken(folder_of(shared_of(member))) <= MiB
         for at, member in enumerate(world.members):
             for chain in CHAINS:
                 for record in member.find(chain[:2], chain[2].digests):

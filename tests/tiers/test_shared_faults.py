@@ -19,8 +19,8 @@ from tests.tiers.shared_place import (
     bytes_taken,
     driven,
     files_of,
+    folder_of,
     look,
-    part_of,
     shared_of,
     tails,
     wait_on,
@@ -59,8 +59,8 @@ def test_one_journal_that_cannot_be_read_costs_no_more_than_its_member(
         there.keep(tails(1))
         other.keep(tails(1, first=9))
         look(here)
-        part = part_of(shared_of(there)).name
-        files_of(shared_of(here)).fail(Call.OPEN, code, path_part=f"{part}/journal")
+        folder = folder_of(shared_of(there)).name
+        files_of(shared_of(here)).fail(Call.OPEN, code, path_part=f"{folder}/journal")
         for _ in range(2):
             look(here)
         assert here.is_there(tails(1)[0]) is is_there
@@ -150,7 +150,7 @@ def test_a_full_server_takes_nothing_and_leaves_nothing_behind(kv: Path, code: i
         for call in (Call.WRITE, Call.SYNC):
             files_of(shared_of(tier)).fail(call, code, count=1)
             assert tier.store(records[1:2]) == [StoreOutcome.NO_ROOM]
-            assert len(list(part_of(shared_of(tier)).glob("??/*"))) == 1
+            assert len(list(folder_of(shared_of(tier)).glob("??/*"))) == 1
         tier.keep(records[1:])
         assert all(map(tier.is_there, records))
         shared_of(tier).check_integrity()
@@ -165,26 +165,26 @@ def test_a_full_server_gets_room_from_what_is_evicted(kv: Path) -> None:
             one, used = tier.tier.statistics().bytes_used - used, tier.tier.statistics().bytes_used
             count += 1
         assert not tier.tier.statistics().evicted
-        before = len(list(part_of(shared_of(tier)).glob("??/*")))
+        before = len(list(folder_of(shared_of(tier)).glob("??/*")))
         files = files_of(shared_of(tier))
         files.fail(Call.WRITE, errno.ENOSPC, path_part="journal")
         tier.store(tails(1, first=count))
-        assert len(list(part_of(shared_of(tier)).glob("??/*"))) < before
+        assert len(list(folder_of(shared_of(tier)).glob("??/*"))) < before
         files.heal()
         wait_on(tier)
         tier.keep(tails(1, first=count + 1))
         shared_of(tier).check_integrity()
 
 
-def test_a_part_of_another_version_is_left_alone(kv: Path) -> None:
+def test_a_folder_of_another_version_is_left_alone(kv: Path) -> None:
     """Whether its owner is there or not; nothing of it is found, and nothing changed."""
     with driven(kv) as tier:
         tier.keep(tails(2))
-        journal = part_of(shared_of(tier)) / "journal"
+        journal = folder_of(shared_of(tier)) / "journal"
     flip(journal, 8)
     before = journal.read_bytes()
     with driven(kv) as tier:
-        assert part_of(shared_of(tier)) != journal.parent
+        assert folder_of(shared_of(tier)) != journal.parent
         assert not any(map(tier.is_there, tails(2)))
         tier.keep(tails(2))
     assert journal.read_bytes() == before
@@ -207,7 +207,7 @@ def test_a_cap_that_was_lowered_holds_from_the_start(kv: Path) -> None:
     with driven(kv, 8 * MiB) as tier:
         tier.keep(records)
     with driven(kv, MiB) as tier:
-        assert bytes_taken(part_of(shared_of(tier))) <= MiB
+        assert bytes_taken(folder_of(shared_of(tier))) <= MiB
         there = [record for record in records if tier.is_there(record)]
         assert len(there) >= 2
         assert {tier.load(record) for record in there} == {LoadOutcome.LOADED}

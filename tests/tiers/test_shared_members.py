@@ -17,8 +17,8 @@ from tests.tiers.shared_place import (
     driven,
     file_of,
     files_of,
+    folder_of,
     look,
-    part_of,
     shared_of,
     tails,
 )
@@ -105,13 +105,13 @@ def test_a_member_keeps_to_its_own_share(kv: Path) -> None:
     other = chain_of(root_of("other"), SMALL, text(1, 10))
     with driven(kv, 2 * MiB) as here, driven(kv, 4 * MiB) as there:
         there.keep(other)
-        taken = bytes_taken(part_of(shared_of(there)))
+        taken = bytes_taken(folder_of(shared_of(there)))
         for number in range(40):
             record = chain_of(ROOT, LARGE, text(number, BLOCKS_PER_CHUNK))[0]
             assert here.store([record]) == [StoreOutcome.STORED]
-            assert bytes_taken(part_of(shared_of(here))) <= 2 * MiB
+            assert bytes_taken(folder_of(shared_of(here))) <= 2 * MiB
         assert here.tier.statistics().evicted > 30
-        assert bytes_taken(part_of(shared_of(there))) == taken
+        assert bytes_taken(folder_of(shared_of(there))) == taken
         look(here)
         assert here.find(other[:2], other[2].digests) == other
 
@@ -161,7 +161,7 @@ def test_a_record_that_another_evicts_while_it_is_found_here_is_a_miss(kv: Path)
         assert here.store(records[:1]) == [StoreOutcome.STORED]
 
 
-def test_a_record_that_is_damaged_in_anothers_part_is_nobodys(kv: Path) -> None:
+def test_a_record_that_is_damaged_in_anothers_folder_is_nobodys(kv: Path) -> None:
     """The reader leaves the file alone; its owner removes it when it meets it."""
     records = tails(2)
     with driven(kv) as here, driven(kv) as there:

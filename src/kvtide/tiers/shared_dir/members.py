@@ -1,4 +1,4 @@
-"""Who has which part of the directory: a member writes in a sub-directory of its own alone.
+"""Who has which folder of the directory: a member writes in a sub-directory of its own alone.
 
     DIRECTORY/<32 hex digits>/owner       who writes there; not there: nobody does
                               journal     what is there: `journal.py`
@@ -14,8 +14,8 @@ takes stays readable.
 Taking is one step that only one can win, on any file system: `owner` is made where there is none,
 or renamed away by name. Silence proves nothing, so who wrote there may wake up: each write looks
 first whether `owner` is still the file that it made. What two do at the same moment none the less
-ends as rows or records that do not prove themselves: misses. Whoever has lost a part that way, or
-because somebody removed it, takes another.
+ends as rows or records that do not prove themselves: misses. Whoever has lost a folder that way,
+or because somebody removed it, takes another.
 """
 
 import logging
@@ -47,8 +47,8 @@ OWNER_BYTES_MAX = 1024
 _NAME = re.compile(r"[0-9a-f]{32}")
 
 
-class PartLost(OSError):
-    """The own part is another's by now, or was removed; the directory is well."""
+class FolderLost(OSError):
+    """The own folder is another's by now, or was removed; the directory is well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Place:
     # ---- becoming one
 
     def claim(self, but: Collection[bytes] = ()) -> None:
-        """Become the owner of a free part, the fullest first, or of one that is made; of none of
+        """Become the owner of a free folder, the fullest first, or of one that is made; of none of
         these.
 
         Raises:
@@ -272,17 +272,17 @@ class Place:
         return True
 
     def require(self) -> None:
-        """Raises OSError where the own part is not there, PartLost where it is not ours."""
+        """Raises OSError where the own folder is not there, FolderLost where it is not ours."""
         path = self.at(self.own, OWNER)
         try:
             seen = _seen(self.files.link_at(path))
         except FileNotFoundError:
             if self.files.size_at(self.path).device == self._device:  # no mount is gone
-                raise PartLost(f"{self.at(self.own)} was removed") from None
+                raise FolderLost(f"{self.at(self.own)} was removed") from None
             raise
         if seen != self._seen:
             if not self._read(path).startswith(self._incarnation):
-                raise PartLost(f"another node has taken {self.at(self.own)} over")
+                raise FolderLost(f"another node has taken {self.at(self.own)} over")
             self._seen = seen  # some file systems tell a file's time late
 
     def alive(self) -> None:

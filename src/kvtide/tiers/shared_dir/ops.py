@@ -4,7 +4,7 @@
     free    row in the journal ─► the name goes
 
 So a name is there whole or not at all, and nobody finds what no row tells of. What a kill leaves
-between two steps has no row: the next owner of the part removes it before it writes.
+between two steps has no row: the next owner of the folder removes it before it writes.
 """
 
 import errno
@@ -41,7 +41,7 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 """How a file system says that somebody else has removed a file."""
 _NOT_OURS = (errno.ENOENT, errno.EACCES, errno.EPERM)
 """Why one member's journal cannot be read though the place is well."""
-_PART = re.compile(r"[0-9a-f]{2}")
+_FIRST_DIGITS = re.compile(r"[0-9a-f]{2}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +53,7 @@ class LookOp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadOp:
-    """Fill a job's cells from the part of one of these members, and verify them. `row` is the
+    """Fill a job's cells from the folder of one of these members, and verify them. `row` is the
     owner's."""
 
     job: LoadJob
@@ -91,7 +91,7 @@ class ClearOp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SweepOp:
-    """Remove from the own part what the journal does not tell of."""
+    """Remove from the own folder what the journal does not tell of."""
 
     keys: set[bytes]
 
@@ -103,7 +103,7 @@ class AliveOp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClaimOp:
-    """Take another part, the own one being lost; clears hold there too."""
+    """Take another folder, the own one being lost; clears hold there too."""
 
     cleared: Cleared
 
@@ -121,11 +121,11 @@ class Ended:
         op: it.
         error: why it failed, without frames; None if it did not. OSError: the place.
             CorruptRecord: the bytes.
-        is_lost: the record is in none of the parts, though the directory is there.
+        is_lost: the record is in none of the folders, though the directory is there.
         pieces: what a look has read, by member.
-        missing: members whose part is gone.
+        missing: members whose folder is gone.
         journal_bytes: what the own journal takes now.
-        journal: of the part that was taken.
+        journal: of the folder that was taken.
     """
 
     op: Op
@@ -138,7 +138,7 @@ class Ended:
 
 
 def claimed(place: Place) -> Journal:
-    """Take a part whose journal is understood.
+    """Take a folder whose journal is understood.
 
     Raises:
         OSError, KVTideError: nothing can be written there.
@@ -149,7 +149,7 @@ def claimed(place: Place) -> Journal:
         try:
             return Journal(place.files, place.at(place.own), place.own)
         except UnknownFormat as error:
-            logger.warning("shared_dir %s: %s; that part is left alone", place.path, error)
+            logger.warning("shared_dir %s: %s; that folder is left alone", place.path, error)
             place.free()
             others.append(place.own)
 
@@ -343,9 +343,9 @@ class Hands:
         self._place.require()
         names = self._files.names(self._place.at(own))
         paths = [name for name in names if name.endswith(".tmp")]
-        for part in filter(_PART.fullmatch, names):
-            files = self._files.names(self._place.at(own, part))
-            paths += [f"{part}/{file}" for file in files if _key(file) not in op.keys]
+        for folder in filter(_FIRST_DIGITS.fullmatch, names):
+            files = self._files.names(self._place.at(own, folder))
+            paths += [f"{folder}/{file}" for file in files if _key(file) not in op.keys]
         for path in paths:
             with suppress(FileNotFoundError):
                 self._files.unlink(self._place.at(own, path))

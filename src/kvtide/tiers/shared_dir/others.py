@@ -60,14 +60,14 @@ class Others:
         return {member: (one.position, one.sequence) for member, one in self._members.items()}
 
     def take_own(self, live: Live) -> None:
-        """What the own journal says when its part is taken."""
+        """What the own journal says when its folder is taken."""
         for scope, up_to in live.cleared.items():
             self.cleared.note(scope, up_to)
         for row in live.kept.values():
             self._view.add(self._view.own, live.kinds[row.kind], row)
 
     def change_own(self, own: bytes) -> None:
-        """The own part is another one from now on; what the lost one has is its new owner's to
+        """The own folder is another one from now on; what the lost one has is its new owner's to
         tell."""
         for member in (self._view.own, own):
             self._members.pop(member, None)

@@ -1,4 +1,4 @@
-"""Stores that have not ended, and room for them in the own part.
+"""Stores that have not ended, and room for them in the own folder.
 
     wait ─► its turn: nobody has it, its parent is there, room is made ─► written ─► in the view
 
@@ -94,7 +94,7 @@ class Stores:
         return self._records_bytes + 2 * self._journal_bytes + OWNER_BYTES
 
     def take_own(self, journal: Journal) -> None:
-        """The part as it is when it is taken; what was known of another is forgotten."""
+        """The folder as it is when it is taken; what was known of another is forgotten."""
         assert not self._running, len(self._running)
         self._freeing.clear()
         self._to_free.clear()

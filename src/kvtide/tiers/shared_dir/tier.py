@@ -1,12 +1,12 @@
-"""The tier in a directory that several machines mount: each writes its own part, all read all.
+"""The tier in a directory that several machines mount: each writes its own folder, all read all.
 
     lookup  answered from the view of all journals; where that lacks something, after a fresh look
-    load    by its name from the part of whoever has it, and proven
-    store   in the own part, behind its parent in anybody's, unless somebody has it
+    load    by its name from the folder of whoever has it, and proven
+    store   in the own folder, behind its parent in anybody's, unless somebody has it
 
 No server, no locks, nothing but files that are made whole, named, and removed. What others do is
 learned from what they wrote (`journal.py`), and may be past: a record that its owner has evicted
-meanwhile is a miss. The cap is of the own part; nothing of another's is ever changed.
+meanwhile is a miss. The cap is of the own folder; nothing of another's is ever changed.
 
 Ownership: all state is the node's owner's; threads (`Workers`) get operations and say how they
 ended by a queue that `poll` empties.
@@ -37,7 +37,7 @@ from kvtide.tiers.disk.files import Files, SystemFiles
 from kvtide.tiers.disk.rows import Kind
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.tiers.shared_dir.journal import Journal, Live
-from kvtide.tiers.shared_dir.members import ALIVE_MS, PartLost, Place
+from kvtide.tiers.shared_dir.members import ALIVE_MS, FolderLost, Place
 from kvtide.tiers.shared_dir.ops import (
     AliveOp,
     ClaimOp,
@@ -77,7 +77,7 @@ class SharedDirTier:
 
     Args:
         path: of the directory; made if need be.
-        bytes_max: the cap of the own part.
+        bytes_max: the cap of the own folder.
         wake: called from any thread when `poll` has something to give.
         queue_bytes_max: stores beyond these bytes are dropped.
         files: the file system, for tests.
@@ -97,7 +97,7 @@ class SharedDirTier:
         queue_bytes_max: int,
         files: Files | None = None,
     ) -> None:
-        """Take a part, and read what is there."""
+        """Take a folder, and read what is there."""
         self.path = path
         self.bytes_max = bytes_max
         self._wake = wake
@@ -150,7 +150,7 @@ class SharedDirTier:
             raise
         self._sweep()
         logger.info(
-            "shared_dir %s: %d records in %d parts; ours is %s",
+            "shared_dir %s: %d records in %d folders; ours is %s",
             self.path,
             len(self._view),
             1 + len(self._others.positions()),
@@ -158,7 +158,7 @@ class SharedDirTier:
         )
 
     def _take_own(self) -> None:
-        """Take in what the part has that was taken."""
+        """Take in what the folder has that was taken."""
         self._stores.take_own(self._journal)
         self._others.take_own(self._journal.live)
         self._journal.live = Live()
@@ -331,7 +331,7 @@ class SharedDirTier:
         if not self._writes.is_probing:
             self._judge_write(ended.error)
             return
-        self._is_lost = isinstance(ended.error, PartLost)
+        self._is_lost = isinstance(ended.error, FolderLost)
         self._writes.probed(ended.error, self._now_ms)
         if ended.journal is not None:
             self._change_own(ended.journal)
@@ -340,7 +340,7 @@ class SharedDirTier:
                 self._workers.write(op)
 
     def _change_own(self, journal: Journal) -> None:
-        """Go on in the part that was taken in place of one that was lost."""
+        """Go on in the folder that was taken in place of one that was lost."""
         self._journal = journal
         self._others.change_own(self._place.own)
         self._take_own()
@@ -417,7 +417,7 @@ class SharedDirTier:
         if error is None:
             self._writes.succeeded()
         elif self._writes.failed(error, self._now_ms):
-            self._is_lost = isinstance(error, PartLost)
+            self._is_lost = isinstance(error, FolderLost)
             self._stores.take_back(StoreOutcome.BROKEN)
 
     # ---- numbers and the end
@@ -455,6 +455,6 @@ class SharedDirTier:
             self._place.free()
 
     def check_integrity(self) -> None:
-        """Assert that the parts agree; looks at each record."""
+        """Assert that what is known agrees; looks at each record."""
         self._view.check_integrity()
         self._stores.check_integrity()

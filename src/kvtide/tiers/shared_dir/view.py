@@ -2,7 +2,7 @@
 
     kind (root, layout) ──► row ──► row …      by the first digest of each; `index`: by key
 
-A record may be in several members' parts, and may stand below one that is in another's. A row is
+A record may be in several members' folders, and may stand below one that is in another's. A row is
 in the tree only behind its parent; what a journal tells before it, or keeps when its parent goes,
 waits aside by its parent's key and comes in with it.
 
@@ -223,7 +223,7 @@ class View:
         return first
 
     def own_rows(self) -> Iterator[Row]:
-        """Those that are in our part."""
+        """Those that are in our folder."""
         return (row for row in self.index.values() if self.own in row.members)
 
     # ---- changing
@@ -363,7 +363,7 @@ class View:
             self._kinds.pop(state.kind, None)
 
     def clear(self, scope: Scope) -> tuple[int, list[Gone]]:
-        """Nothing of this scope is there any more, in anybody's part; how many were, and our own
+        """Nothing of this scope is there any more, in anybody's folder; how many were, and our own
         of them."""
         gone = [row for row in self.index.values() if scope.has(row.kind.kind.root)]
         own = [(row.key, row.length_bytes) for row in gone if self.own in row.members]

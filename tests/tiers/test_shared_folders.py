@@ -1,4 +1,4 @@
-"""Who has which part of a shared directory: members that come, go, are killed, or sleep."""
+"""Who has which folder of a shared directory: members that come, go, are killed, or sleep."""
 
 import errno
 import os
@@ -14,14 +14,14 @@ from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.tier_records import chain_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.disk.files import SystemFiles
-from kvtide.tiers.shared_dir.members import SILENT_S, PartLost, Place, Process, this_process
+from kvtide.tiers.shared_dir.members import SILENT_S, FolderLost, Place, Process, this_process
 from tests.tiers.shared_place import (
     ROOT,
     SMALL,
     driven,
     file_of,
+    folder_of,
     look,
-    part_of,
     shared_of,
     tails,
     wait_on,
@@ -34,36 +34,36 @@ def kv(tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
-def test_members_have_parts_of_their_own_whatever_they_are_called(kv: Path) -> None:
+def test_members_have_folders_of_their_own_whatever_they_are_called(kv: Path) -> None:
     """One host, one process, one time: the names are random, and the owner says who it is."""
     with driven(kv) as here, driven(kv) as there:
-        assert part_of(shared_of(here)) != part_of(shared_of(there))
-        parts = {part_of(shared_of(here)), part_of(shared_of(there))}
+        assert folder_of(shared_of(here)) != folder_of(shared_of(there))
+        folders = {folder_of(shared_of(here)), folder_of(shared_of(there))}
     with driven(kv) as one, driven(kv) as other:
-        assert {part_of(shared_of(one)), part_of(shared_of(other))} == parts, (
+        assert {folder_of(shared_of(one)), folder_of(shared_of(other))} == folders, (
             "both are taken again"
         )
-    assert {path for path in kv.iterdir() if path.is_dir()} == parts
+    assert {path for path in kv.iterdir() if path.is_dir()} == folders
 
 
-def test_a_part_that_was_only_begun_is_taken(kv: Path) -> None:
-    """A kill came between its making and its first file: else such parts would add up."""
+def test_a_folder_that_was_only_begun_is_taken(kv: Path) -> None:
+    """A kill came between its making and its first file: else such folders would add up."""
     begun = kv / ("0a" * 16)
     begun.mkdir(parents=True, mode=0o700)
     kv.chmod(0o700)
     with driven(kv) as tier:
-        assert part_of(shared_of(tier)) == begun
+        assert folder_of(shared_of(tier)) == begun
         tier.keep(tails(2))
     assert [path for path in kv.iterdir() if path.is_dir()] == [begun]
 
 
-def test_who_starts_takes_the_fullest_part_that_is_free(kv: Path) -> None:
+def test_who_starts_takes_the_fullest_folder_that_is_free(kv: Path) -> None:
     with driven(kv) as empty, driven(kv) as full:
         full.keep(tails(8))
-        wanted = part_of(shared_of(full))
+        wanted = folder_of(shared_of(full))
         empty.close(30)
     with driven(kv) as tier:
-        assert part_of(shared_of(tier)) == wanted
+        assert folder_of(shared_of(tier)) == wanted
         assert tier.tier.statistics().records == 8
 
 
@@ -105,14 +105,18 @@ def test_what_a_kill_left_that_no_row_tells_of_is_removed_before_anything_is_wri
     """A record that was renamed and not told of, and files that were being written."""
     with driven(kv) as tier:
         tier.keep(tails(2))
-        part = part_of(shared_of(tier))
+        folder = folder_of(shared_of(tier))
         told = file_of(shared_of(tier), tails(1)[0])
-    left = [part / "00" / ("00" * 32), part / "ff" / f"{'ff' * 32}.0123.tmp", part / "owner.1.tmp"]
+    left = [
+        folder / "00" / ("00" * 32),
+        folder / "ff" / f"{'ff' * 32}.0123.tmp",
+        folder / "owner.1.tmp",
+    ]
     for path in left:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(told.read_bytes())
     with driven(kv) as tier:
-        assert part_of(shared_of(tier)) == part
+        assert folder_of(shared_of(tier)) == folder
         tier.keep(tails(1, first=9))
         assert not any(path.exists() for path in left)
         assert all(map(tier.is_there, tails(2)))
@@ -124,15 +128,17 @@ def test_a_silent_owner_is_followed_by_another_and_writes_no_more(kv: Path) -> N
     records = tails(12)
     with driven(kv) as first:
         first.keep(records[:4])
-        owner = part_of(shared_of(first)) / "owner"
+        owner = folder_of(shared_of(first)) / "owner"
         words = owner.read_text().split(" ")
         owner.write_text(" ".join([words[0], "another-boot", *words[2:]]))
         with driven(kv) as second:
-            assert part_of(shared_of(second)) != part_of(shared_of(first)), "it is not silent yet"
+            assert folder_of(shared_of(second)) != folder_of(shared_of(first)), (
+                "it is not silent yet"
+            )
         for path in kv.glob("*/owner"):
             os.utime(path, (0, path.stat().st_mtime - SILENT_S - 1))
         with driven(kv) as second:
-            assert part_of(shared_of(second)) == part_of(shared_of(first))
+            assert folder_of(shared_of(second)) == folder_of(shared_of(first))
             second.keep(records[4:6])
             outcomes = first.store(records[6:])
             assert StoreOutcome.STORED not in outcomes
@@ -141,7 +147,7 @@ def test_a_silent_owner_is_followed_by_another_and_writes_no_more(kv: Path) -> N
             assert first.load(records[0]) is LoadOutcome.LOADED
             assert second.load(records[0]) is LoadOutcome.LOADED
             wait_on(first)
-            assert part_of(shared_of(first)) != part_of(shared_of(second))
+            assert folder_of(shared_of(first)) != folder_of(shared_of(second))
             first.keep(records[6:])
             for tier in (first, second):
                 look(tier)
@@ -151,7 +157,7 @@ def test_a_silent_owner_is_followed_by_another_and_writes_no_more(kv: Path) -> N
         assert not owner.exists(), "who took it has freed it"
 
 
-def test_a_part_that_somebody_removes_is_followed_by_another(kv: Path) -> None:
+def test_a_folder_that_somebody_removes_is_followed_by_another(kv: Path) -> None:
     """With all its records; what was cleared before stays so."""
     records = tails(12)
     with driven(kv) as here, driven(kv) as there:
@@ -159,7 +165,7 @@ def test_a_part_that_somebody_removes_is_followed_by_another(kv: Path) -> None:
         here.tier.clear(None)
         here.keep(records[2:4])
         look(there)
-        shutil.rmtree(part_of(shared_of(here)))
+        shutil.rmtree(folder_of(shared_of(here)))
         outcomes = here.store(records[4:])
         assert StoreOutcome.STORED not in outcomes
         assert outcomes[-1] is StoreOutcome.BROKEN
@@ -180,8 +186,8 @@ def test_a_part_that_somebody_removes_is_followed_by_another(kv: Path) -> None:
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_of_all_who_want_a_part_one_has_it(kv: Path, *, is_silent: bool) -> None:
-    """Eight start at once, and one part is free, or its owner silent. Who was quick, and then
+def test_of_all_who_want_a_folder_one_has_it(kv: Path, *, is_silent: bool) -> None:
+    """Eight start at once, and one folder is free, or its owner silent. Who was quick, and then
     another quicker, knows it before a write."""
     with driven(kv) as tier:
         tier.keep(tails(2))
@@ -206,7 +212,7 @@ def test_of_all_who_want_a_part_one_has_it(kv: Path, *, is_silent: bool) -> None
     for place in places:
         try:
             place.require()
-        except PartLost:
+        except FolderLost:
             assert is_silent
         else:
             owners.append(place.own)
@@ -223,7 +229,7 @@ def test_a_member_that_is_removed_is_forgotten(kv: Path) -> None:
             look(here)
             assert here.find([first]) == [first]
             here.keep([second])
-        shutil.rmtree(part_of(shared_of(there)))
+        shutil.rmtree(folder_of(shared_of(there)))
         look(here)
         assert here.find([first, second]) == []
         assert here.tier.statistics().records == 0
@@ -231,16 +237,16 @@ def test_a_member_that_is_removed_is_forgotten(kv: Path) -> None:
 
 
 def test_what_hangs_on_nothing_at_a_start_gives_its_room_back(kv: Path) -> None:
-    """The part that had its beginning was removed while nobody was there."""
+    """The folder that had its beginning was removed while nobody was there."""
     first, second, tail = chain_of(ROOT, SMALL, text(1, 10))
     with driven(kv) as here, driven(kv) as there:
         here.keep([first])
         look(there)
         there.keep([second, tail, *tails(1)])
-        gone, left = part_of(shared_of(here)), part_of(shared_of(there))
+        gone, left = folder_of(shared_of(here)), folder_of(shared_of(there))
     shutil.rmtree(gone)
     with driven(kv) as tier:
-        assert part_of(shared_of(tier)) == left
+        assert folder_of(shared_of(tier)) == left
         while len(list(left.glob("??/*"))) > 1:
             tier.poll_for(0.05)
         assert tier.load(tails(1)[0]) is LoadOutcome.LOADED
@@ -249,7 +255,7 @@ def test_what_hangs_on_nothing_at_a_start_gives_its_room_back(kv: Path) -> None:
 
 
 def test_a_start_that_cannot_look_around_forgets_nothing(kv: Path) -> None:
-    """What its own records hang on is in another's part, which it cannot read at first."""
+    """What its own records hang on is in another's folder, which it cannot read at first."""
     first, second = chain_of(ROOT, SMALL, text(1, 8))
     with driven(kv) as here:
         here.keep([first])
@@ -257,8 +263,8 @@ def test_a_start_that_cannot_look_around_forgets_nothing(kv: Path) -> None:
             look(there)
             there.keep([second])
         files = FaultyFiles()
-        part = part_of(shared_of(here)).name
-        files.fail(Call.OPEN, errno.EIO, count=1, path_part=f"{part}/journal")
+        folder = folder_of(shared_of(here)).name
+        files.fail(Call.OPEN, errno.EIO, count=1, path_part=f"{folder}/journal")
         with driven(kv, files=files) as there:
             assert files.injected
             look(there)
