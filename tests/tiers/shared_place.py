@@ -20,6 +20,22 @@ SMALL = layout_of(4096, 8192)
 TINY = layout_of(4096)
 
 
+class LateFiles(FaultyFiles):
+    """A server that renames, and whose answer is lost: the client asks again, and hears that there
+    is nothing to rename."""
+
+    def __init__(self, path_part: str) -> None:
+        """Once, where the name that is given has this in it."""
+        super().__init__()
+        self._late = path_part
+
+    def rename(self, path: str, to: str) -> None:
+        super().rename(path, to)
+        if self._late and self._late in to:
+            self._late = ""
+            super().rename(path, to)
+
+
 def open_shared(
     path: Path, wake: Callable[[], None] = lambda: None, bytes_max: int = 8 * MiB, **more: Any
 ) -> SharedDirTier:
@@ -85,6 +101,13 @@ def look(tier: DrivenTier) -> None:
 def tails(count: int, first: int = 0) -> list[Record]:
     """Records of one block, each right below the root."""
     return [chain_of(ROOT, TINY, text(number, 1))[0] for number in range(first, first + count)]
+
+
+def wait_quiet(tier: DrivenTier) -> None:
+    """Until its threads have done all that they were asked for."""
+    workers = shared_of(tier)._workers
+    while workers.are_writing or workers.running_reads() or workers.results:
+        tier.poll_for(0.01)
 
 
 def wait_on(tier: DrivenTier) -> None:

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,20 @@ from kvtide.errors import ConfigError
 from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.tier_records import BLOCKS_PER_CHUNK, chain_of, layout_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
+from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.shared_dir.journal import (
+    OPENING_BYTES,
+    KeptRow,
+    KindRow,
+    encoded,
+    opening_of,
+)
 from kvtide.units import KiB, MiB
 from tests.tiers.disk_place import flip
 from tests.tiers.shared_place import (
     ROOT,
     SMALL,
+    LateFiles,
     bytes_taken,
     driven,
     files_of,
@@ -24,6 +34,7 @@ from tests.tiers.shared_place import (
     shared_of,
     tails,
     wait_on,
+    wait_quiet,
 )
 
 LARGE = layout_of(64 * KiB)
@@ -168,7 +179,10 @@ def test_a_full_server_gets_room_from_what_is_evicted(kv: Path) -> None:
         before = len(list(folder_of(shared_of(tier)).glob("??/*")))
         files = files_of(shared_of(tier))
         files.fail(Call.WRITE, errno.ENOSPC, path_part="journal")
-        tier.store(tails(1, first=count))
+        job = tier.submit_store(tails(1, first=count)[0])
+        while not tier.has_ended(job):
+            tier.pass_time(100)
+            tier.poll_for(0.02)
         assert len(list(folder_of(shared_of(tier)).glob("??/*"))) < before
         files.heal()
         wait_on(tier)
@@ -218,3 +232,103 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="cannot be used"), driven(tmp_path / "file" / "kv"):
         pass
+
+
+def test_a_store_that_fails_late_leaves_nothing_behind(kv: Path) -> None:
+    """Its file was renamed, though that was said to have failed: it would count to no cap."""
+    (record,) = tails(1)
+    with driven(kv, files=LateFiles(record.key.hex())) as tier:
+        assert tier.store([record]) == [StoreOutcome.FAILED]
+        assert not list(folder_of(shared_of(tier)).glob("??/*"))
+        tier.keep([record])
+        assert tier.load(record) is LoadOutcome.LOADED
+
+
+def test_what_a_store_could_not_take_away_counts_until_it_is(kv: Path) -> None:
+    """The server failed its write, and then the removal of what was written."""
+    records = tails(3)
+    with driven(kv) as tier:
+        tier.keep(records[:1])
+        used = tier.tier.statistics().bytes_used
+        files = files_of(shared_of(tier))
+        files.fail(Call.SYNC, errno.EIO, count=1)
+        files.fail(Call.UNLINK, errno.EIO, count=2)
+        assert tier.store(records[1:2]) == [StoreOutcome.FAILED]
+        assert len(list(folder_of(shared_of(tier)).glob("??/*"))) == 2
+        assert tier.tier.statistics().bytes_used > used
+        files.heal()
+        tier.keep(records[2:])
+        assert len(list(folder_of(shared_of(tier)).glob("??/*"))) == 2
+        assert all(map(tier.is_there, (records[0], records[2])))
+        shared_of(tier).check_integrity()
+
+
+def test_what_cannot_be_removed_is_not_tried_all_the_time(kv: Path) -> None:
+    """Once with each tick; each try writes to the journal."""
+    with driven(kv) as tier:
+        tier.keep(tails(1))
+        files = files_of(shared_of(tier))
+        files.fail(Call.UNLINK, errno.EACCES, path_part="/")
+        tier.tier.clear(None)
+        for tries in range(1, 4):
+            wait_quiet(tier)
+            assert files.injected["unlink EACCES"] == tries
+            tier.pass_time(100)
+        files.heal()
+        while list(folder_of(shared_of(tier)).glob("??/*")):
+            tier.pass_time(100)
+            tier.poll_for(0.02)
+
+
+def test_a_sweep_goes_on_beside_what_somebody_reads(kv: Path) -> None:
+    """An NFS client keeps what was removed for as long as it is read, under a name of its own."""
+    with driven(kv) as tier:
+        tier.keep(tails(1))
+        folder = folder_of(shared_of(tier))
+    silly = next(folder.glob("??")) / ".nfs00000001"
+    silly.write_bytes(b"x")
+    (folder / silly.name).write_bytes(b"x")
+    files = FaultyFiles()
+    files.fail(Call.UNLINK, errno.EBUSY, path_part=silly.name)
+    with driven(kv, files=files) as tier:
+        tier.keep(tails(3))
+        assert files.injected["unlink EBUSY"] == 2
+    with driven(kv) as tier:
+        tier.keep(tails(4))
+        assert not list(folder.rglob(".nfs*"))
+
+
+def test_an_end_does_not_wait_for_a_server_that_hangs_at_the_last_step(kv: Path) -> None:
+    """What is left then is done when the server answers."""
+    with driven(kv) as tier:
+        tier.keep(tails(1))
+        owner = folder_of(shared_of(tier)) / "owner"
+        with files_of(shared_of(tier)).stalled(Call.UNLINK):
+            closing = threading.Thread(target=tier.close, args=(0.2,), daemon=True)
+            closing.start()
+            files_of(shared_of(tier)).wait_stalled(1)
+            closing.join(20)
+            assert not closing.is_alive()
+            assert owner.exists()
+        shared_of(tier)._workers.stop(30)
+        assert not owner.exists()
+
+
+def test_a_row_that_cannot_be_is_not_believed(kv: Path) -> None:
+    """More blocks than a chunk has, or a key that is another's: a fault of whoever wrote it."""
+    (record,) = tails(1)
+    kind = Kind(ROOT, record.layout)
+    digests = [record.digests * 9, bytes(16)]
+    rows = [KeptRow(1, at, record.key, ROOT.key, one) for at, one in enumerate(digests, 1)]
+    member = kv / ("0a" * 16)
+    with driven(kv) as tier:
+        member.mkdir()
+        journal = opening_of(7, 0) + encoded([KindRow(1, kind), *rows], 7, OPENING_BYTES)
+        (member / "journal").write_bytes(journal)
+        look(tier)
+        asked = tier.ask((), record.digests, root=ROOT, layout=record.layout)
+        assert tier.found(asked).records == []
+        assert tier.tier.statistics().records == 0
+    with driven(kv) as tier:
+        assert folder_of(shared_of(tier)) == member, "the fullest"
+        assert tier.tier.statistics().records == 0

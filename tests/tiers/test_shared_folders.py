@@ -10,22 +10,40 @@ from pathlib import Path
 
 import pytest
 
+from kvtide.errors import ConfigError
 from kvtide.testing.faulty_files import Call, FaultyFiles
-from kvtide.testing.tier_records import chain_of, text
+from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.disk.files import SystemFiles
-from kvtide.tiers.shared_dir.members import SILENT_S, FolderLost, Place, Process, this_process
+from kvtide.tiers.shared_dir import others
+from kvtide.tiers.shared_dir import tier as tier_module
+from kvtide.tiers.shared_dir.journal import Position, read_on
+from kvtide.tiers.shared_dir.members import (
+    ALIVE_MS,
+    SILENT_S,
+    FolderLost,
+    Place,
+    Process,
+    this_process,
+)
+from kvtide.units import KiB, MiB
 from tests.tiers.shared_place import (
     ROOT,
     SMALL,
+    bytes_taken,
     driven,
     file_of,
+    files_of,
     folder_of,
     look,
+    open_shared,
     shared_of,
     tails,
     wait_on,
+    wait_quiet,
 )
+
+LARGE = layout_of(64 * KiB)
 
 
 @pytest.fixture
@@ -129,6 +147,8 @@ def test_a_silent_owner_is_followed_by_another_and_writes_no_more(kv: Path) -> N
     with driven(kv) as first:
         first.keep(records[:4])
         owner = folder_of(shared_of(first)) / "owner"
+        journal = folder_of(shared_of(first)) / "journal"
+        number = read_on(SystemFiles(), str(journal), Position()).position
         words = owner.read_text().split(" ")
         owner.write_text(" ".join([words[0], "another-boot", *words[2:]]))
         with driven(kv) as second:
@@ -139,6 +159,7 @@ def test_a_silent_owner_is_followed_by_another_and_writes_no_more(kv: Path) -> N
             os.utime(path, (0, path.stat().st_mtime - SILENT_S - 1))
         with driven(kv) as second:
             assert folder_of(shared_of(second)) == folder_of(shared_of(first))
+            assert read_on(SystemFiles(), str(journal), number).is_anew, "readers take no other's"
             second.keep(records[4:6])
             outcomes = first.store(records[6:])
             assert StoreOutcome.STORED not in outcomes
@@ -254,7 +275,8 @@ def test_what_hangs_on_nothing_at_a_start_gives_its_room_back(kv: Path) -> None:
         shared_of(tier).check_integrity()
 
 
-def test_a_start_that_cannot_look_around_forgets_nothing(kv: Path) -> None:
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_a_start_that_cannot_look_around_forgets_nothing(kv: Path, code: int) -> None:
     """What its own records hang on is in another's folder, which it cannot read at first."""
     first, second = chain_of(ROOT, SMALL, text(1, 8))
     with driven(kv) as here:
@@ -264,9 +286,170 @@ def test_a_start_that_cannot_look_around_forgets_nothing(kv: Path) -> None:
             there.keep([second])
         files = FaultyFiles()
         folder = folder_of(shared_of(here)).name
-        files.fail(Call.OPEN, errno.EIO, count=1, path_part=f"{folder}/journal")
+        files.fail(Call.OPEN, code, count=1, path_part=f"{folder}/journal")
         with driven(kv, files=files) as there:
             assert files.injected
             look(there)
             assert there.find([first, second]) == [first, second]
             assert there.load(second) is LoadOutcome.LOADED
+
+
+def test_a_slow_sign_of_life_is_not_taken_for_the_probe(kv: Path) -> None:
+    """It ends while another folder is being taken, whose end would then say nothing."""
+    records = tails(12)
+    with driven(kv) as tier:
+        tier.keep(records[:1])
+        files, workers = files_of(shared_of(tier)), shared_of(tier)._workers
+        before = folder_of(shared_of(tier))
+        with files.stalled(Call.SYNC):
+            tier.pass_time(ALIVE_MS)
+            files.wait_stalled(1)
+            shutil.rmtree(before)
+            assert tier.store(records[1:])[-1] is StoreOutcome.BROKEN
+        while workers.are_writing:
+            os.sched_yield()  # not polled: both ends are to be met together
+        tier.pass_time(1_000)
+        wait_on(tier)
+        wait_quiet(tier)
+        assert folder_of(shared_of(tier)) != before
+        tier.keep(records)
+        assert {tier.load(record) for record in records} == {LoadOutcome.LOADED}
+        shared_of(tier).check_integrity()
+
+
+def test_who_only_reads_has_another_folder_soon_and_finds_all_meanwhile(kv: Path) -> None:
+    """Its own was removed, and nothing is stored there that would show it."""
+    with driven(kv) as here, driven(kv) as there:
+        here.keep(tails(1))
+        before = folder_of(shared_of(here))
+        shutil.rmtree(before)
+        there.keep(tails(2, first=5))
+        look(here)
+        assert {here.load(record) for record in tails(2, first=5)} == {LoadOutcome.LOADED}
+        seconds = 0
+        while folder_of(shared_of(here)) == before or not folder_of(shared_of(here)).exists():
+            assert seconds <= ALIVE_MS // 1_000 + 5
+            seconds += 1
+            here.pass_time(1_000)
+            wait_quiet(here)
+        assert here.load(tails(1)[0]) is LoadOutcome.ABSENT
+        here.keep(tails(1))
+
+
+@pytest.mark.parametrize("path_part", ["journal", "owner"])
+def test_a_folder_that_is_taken_by_half_is_not_used(kv: Path, path_part: str) -> None:
+    """The place fails in between, and works again: then one is taken whole, and clears hold."""
+    records = tails(12)
+    with driven(kv) as here, driven(kv) as there:
+        there.keep(records[:2])
+        here.tier.clear(None)
+        shutil.rmtree(folder_of(shared_of(here)))
+        files = files_of(shared_of(here))
+        files.fail(Call.SYNC, errno.EIO, count=2, path_part=path_part)
+        assert here.store(records[2:])[-1] is StoreOutcome.BROKEN
+        wait_on(here)
+        assert files.injected["sync EIO"]
+        here.keep(records[2:])
+        look(there)
+        assert all(map(there.is_there, records))
+        here.close(30)
+        with driven(kv) as here:
+            assert {here.load(record) for record in records[2:]} == {LoadOutcome.LOADED}
+            assert not any(map(here.is_there, records[:2]))
+
+
+def test_what_hangs_on_nothing_in_a_folder_that_is_taken_gives_its_room_back(kv: Path) -> None:
+    """Its beginning went with the folder that was lost; and its cap was larger than ours."""
+    first, second, tail = chain_of(ROOT, SMALL, text(1, 10))
+    with driven(kv, MiB) as here:
+        here.keep([first])
+        with driven(kv, 4 * MiB) as there:
+            look(there)
+            there.keep([second, tail, *tails(2)])
+            left = folder_of(shared_of(there))
+        shutil.rmtree(folder_of(shared_of(here)))
+        assert here.store(tails(9, first=20))[-1] is StoreOutcome.BROKEN
+        wait_on(here)
+        assert folder_of(shared_of(here)) == left
+        while len(list(left.glob("??/*"))) > 2:
+            here.pass_time(100)
+            here.poll_for(0.02)
+        assert {here.load(record) for record in tails(2)} == {LoadOutcome.LOADED}
+        shared_of(here).check_integrity()
+
+
+def test_what_kills_left_beside_the_folders_is_removed_by_later_starts(kv: Path) -> None:
+    """Not what somebody is about to use who starts now, nor what is not ours."""
+    kv.mkdir(mode=0o700)
+    old, young, other = kv / f"{'ab' * 16}.tmp", kv / f"{'cd' * 16}.tmp", kv / "mine.tmp"
+    for path in (old, young, other):
+        path.write_bytes(bytes(4096))
+    for path in (old, other):
+        os.utime(path, (0, path.stat().st_mtime - SILENT_S - 1))
+    with driven(kv):
+        assert [path.exists() for path in (old, young, other)] == [False, True, True]
+
+
+def test_a_start_without_room_leaves_no_owner_behind(kv: Path) -> None:
+    """Else the next one would wait two minutes for nobody, and make another folder."""
+    files = FaultyFiles()
+    files.fail(Call.WRITE, errno.ENOSPC, path_part="owner")
+    with pytest.raises(ConfigError, match="No space"), driven(kv, files=files):
+        pass
+    assert not list(kv.glob("*/owner"))
+    (folder,) = kv.iterdir()
+    with driven(kv) as tier:
+        assert folder_of(shared_of(tier)) == folder
+
+
+def test_a_folder_that_is_taken_comes_under_the_cap_by_itself(kv: Path) -> None:
+    """Who had it was allowed more, and nothing is stored that would make room."""
+    with driven(kv, 8 * MiB) as there:
+        there.keep(chain_of(ROOT, LARGE, text(1, 32)))
+        left = folder_of(shared_of(there))
+        tier = open_shared(kv, bytes_max=MiB)
+    shutil.rmtree(folder_of(tier))
+    now_ms = 0
+    while tier._view.own.hex() != left.name or tier.statistics().bytes_used > MiB:
+        now_ms += 1_000
+        tier.tick(now_ms)
+        tier.poll()
+        os.sched_yield()
+    assert tier.statistics().records > 0
+    assert bytes_taken(left) <= MiB
+    tier.check_integrity()
+    tier.close(30)
+
+
+def test_a_start_serves_before_it_has_taken_all_in(
+    kv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Millions of records take seconds. What is cleared meanwhile is not taken in; what is stored
+    waits until all that is there is known."""
+    monkeypatch.setattr(others, "OWN_RECORDS", 4)
+    monkeypatch.setattr(tier_module, "START_S_MAX", 0)
+    salted = root_of(salt="secret")
+    doomed = [chain_of(salted, SMALL, text(number, 4))[0] for number in range(12)]
+    with driven(kv) as tier:
+        tier.keep([*tails(6), *doomed])
+    with driven(kv) as tier:
+        assert tier.tier.statistics().records == 0
+        store = tier.submit_store(tails(1, first=50)[0])
+        tier.poll()
+        assert tier.tier.statistics().records == 4
+        with files_of(shared_of(tier)).stalled(Call.SYNC):
+            assert tier.tier.clear(salted.salt_digest) == 0
+            for _ in range(3):
+                tier.poll()
+            assert tier.tier.statistics().records == 6
+        assert tier.stored(store) is StoreOutcome.STORED
+        assert tier.tier.statistics().records == 7
+        assert {tier.load(record) for record in [*tails(6), *tails(1, first=50)]} == {
+            LoadOutcome.LOADED
+        }
+        wait_quiet(tier)
+        assert len(list(folder_of(shared_of(tier)).glob("??/*"))) == 7
+        shared_of(tier).check_integrity()
+    with driven(kv) as tier:
+        tier.keep(tails(1, first=60))
+        assert tier.tier.statistics().records == 8
