@@ -72,15 +72,31 @@ def test_one_journal_that_cannot_be_read_costs_no_more_than_its_member(
         look(here)
         folder = folder_of(shared_of(there)).name
         files_of(shared_of(here)).fail(Call.OPEN, code, path_part=f"{folder}/journal")
-        for _ in range(2):
+        other.keep(tails(1, first=10))
+        for _ in range(8):
             look(here)
         assert here.is_there(tails(1)[0]) is is_there
-        assert here.is_there(tails(1, first=9)[0])
+        assert all(map(here.is_there, tails(2, first=9)))
         assert here.tier.statistics().state == "on"
         files_of(shared_of(here)).heal()
         there.keep(tails(1, first=20))
         look(here)
         assert all(map(here.is_there, [*tails(1), *tails(1, first=20)]))
+
+
+def test_a_place_that_gives_no_journal_is_not_asked_for_a_while(kv: Path) -> None:
+    """Names are there, but nothing can be read: a probe that only looked for names would say that
+    all is well."""
+    with driven(kv) as here, driven(kv) as there, driven(kv) as other:
+        for tier in (there, other):
+            tier.keep(tails(1))
+        files_of(shared_of(here)).fail(Call.OPEN, errno.EIO, path_part="journal")
+        for _ in range(6):
+            look(here)
+        assert "errno 5" in here.tier.statistics().state
+        files_of(shared_of(here)).heal()
+        wait_on(here)
+        assert here.is_there(tails(1)[0])
 
 
 class PlainFiles(FaultyFiles):

@@ -229,7 +229,7 @@ class Hands:
         if not self._place.is_there():
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), self._place.path)
         members = self._place.members()
-        record_count = 0
+        record_count, failed = 0, None
         for member in random.sample(members, len(members)):
             if member == self._place.own:
                 continue
@@ -244,12 +244,14 @@ class Hands:
             except OSError as error:
                 if error.errno in _NOT_OURS:
                     ended.missing.append(member)
-                elif error.errno == errno.ESTALE:  # replaced while it was read: the next look
-                    ended.is_partial = True
-                else:
-                    raise
+                    continue
+                ended.is_partial = True
+                if error.errno != errno.ESTALE:  # replaced while it was read: the next look
+                    failed = bare(error)
             except KVTideError:
                 ended.missing.append(member)  # of another version, or damaged: nothing is known
+        if failed is not None and not ended.pieces:
+            raise failed  # it is not one file, it is the place
         ended.missing += op.positions.keys() - set(members)
 
     def _load(self, op: LoadOp, ended: Ended) -> None:
