@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtide.codec.record import stored_bytes
 from kvtide.testing.faulty_files import Call
 from kvtide.testing.tier_records import BLOCKS_PER_CHUNK, chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
@@ -118,6 +119,18 @@ def test_a_member_keeps_to_its_own_share(kv: Path) -> None:
         assert bytes_taken(folder_of(shared_of(there))) == taken
         look(here)
         assert here.find(other[:2], other[2].digests) == other
+
+
+def test_the_cap_holds_for_rows_too(kv: Path) -> None:
+    """A record would just fit; the row that tells of it would not."""
+    with driven(kv) as tier:
+        tier.keep(tails(4))
+        used = tier.tier.statistics().bytes_used
+    cap = used + stored_bytes(tails(1)[0].layout, 1) + 100
+    with driven(kv, cap) as tier:
+        tier.keep(tails(1, first=9))
+        assert tier.tier.statistics().bytes_used <= cap
+        assert tier.tier.statistics().evicted == 1
 
 
 def test_room_is_made_in_steps_however_large_the_cap_is(

@@ -41,6 +41,7 @@ SLACK_RATIO = 0.02
 SLACK_BYTES_MAX = GiB
 """Of a cap of terabytes it would be tens of thousands of files, and stores would wait for them."""
 OWNER_BYTES = 8 * KiB
+KEPT_BYTES, KIND_BYTES, BESIDE_BYTES = 96, 256, 4 * KiB
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -54,6 +55,13 @@ class _Turn:
     @property
     def length_bytes(self) -> int:
         return _length_of(self.job.record)
+
+
+def rows_bytes(record: Record) -> int:
+    """So much is left beside a record for rows, which count twice: its own and those of others
+    being written, with what each shares, and some that say what goes or was cleared."""
+    row = KEPT_BYTES + KIND_BYTES + 8 * record.layout.shard_count + len(record.digests)
+    return 2 * WRITING_MAX * row + BESIDE_BYTES
 
 
 def _length_of(record: Record) -> int:
@@ -219,7 +227,7 @@ class Stores:
         if isinstance(above, Row):
             turn.above = above
             above.holds += 1
-        if not self._is_room_for(turn.length_bytes):
+        if not self._is_room_for(turn.length_bytes + rows_bytes(turn.job.record)):
             if self._freeing or self._running:
                 if turn.above is not None:
                     turn.above.holds -= 1
