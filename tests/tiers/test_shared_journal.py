@@ -142,8 +142,8 @@ def test_what_is_no_journal_is_told_apart_from_one_of_another_version(tmp_path: 
     assert not Journal(SystemFiles(), str(tmp_path), MEMBER).live.kept
 
 
-def test_a_write_that_failed_half_way_leaves_no_trace(tmp_path: Path) -> None:
-    """What comes after it stands where it began."""
+def test_a_write_that_failed_half_way_tells_of_nothing(tmp_path: Path) -> None:
+    """What comes after it goes on from what is good, and takes back what it was to say."""
     files = FaultyFiles()
     records = tails(3)
     journal = Journal(files, str(tmp_path), MEMBER)
@@ -157,9 +157,31 @@ def test_a_write_that_failed_half_way_leaves_no_trace(tmp_path: Path) -> None:
         journal.keep(SALTED[0], 2)  # longer than what comes next
     journal.keep(records[2], 3)
     journal.close()
-    rows, position = read_all(tmp_path)
-    assert keys(rows) == [records[0].key, records[2].key]
+    _, position = read_all(tmp_path)
     assert position.at_bytes == os.stat(tmp_path / JOURNAL).st_size
+    live = Journal(SystemFiles(), str(tmp_path), MEMBER).live
+    assert set(live.kept) == {records[0].key, records[2].key}
+
+
+def test_who_has_read_what_failed_reads_on_with_the_others(tmp_path: Path) -> None:
+    """The bytes were there before the server said that they are not safe."""
+    files = FaultyFiles()
+    records = tails(2)
+    journal = Journal(files, str(tmp_path), MEMBER)
+    for number, record in enumerate([SALTED[0], records[0]], 1):
+        files.fail(Call.SYNC, errno.EIO, count=1)
+        with pytest.raises(OSError, match="Input/output"):
+            journal.keep(record, number)
+        rows, position = read_all(tmp_path)
+        assert keys(rows)[-1] == record.key
+    journal.keep(records[1], 3)
+    journal.close()
+    rows, end = read_all(tmp_path, position)
+    assert keys(rows) == [records[1].key]
+    assert GoneRow([records[0].key]) in rows
+    assert end == read_all(tmp_path)[1]
+    live = Journal(SystemFiles(), str(tmp_path), MEMBER).live
+    assert set(live.kept) == {records[1].key}
 
 
 def test_a_journal_of_garbage_is_written_anew_while_it_serves(

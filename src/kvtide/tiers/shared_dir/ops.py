@@ -330,7 +330,7 @@ class Hands:
         else:
             self._remove(paths)
 
-    def _remove(self, paths: list[str], but: tuple[int, ...] = _GONE) -> None:
+    def _remove(self, paths: list[str], but: tuple[int, ...] = (errno.ENOENT,)) -> None:
         """Files are not there any more; raises OSError, but for these."""
         for path in paths:
             try:
@@ -380,7 +380,7 @@ class Hands:
         for digits in filter(_FIRST_DIGITS.fullmatch, names):
             files = self._files.names(self._place.at(own, digits))
             left += [f"{digits}/{file}" for file in files if _key(file) not in op.keys]
-        self._remove([self._place.at(own, name) for name in left], (*_GONE, errno.EBUSY))
+        self._remove([self._place.at(own, name) for name in left], (errno.ENOENT, errno.EBUSY))
 
 
 def _weight(row: Row) -> int:

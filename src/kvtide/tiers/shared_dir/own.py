@@ -122,6 +122,7 @@ class Journal:
         self._descriptor = -1
         self._written = _Written(Position(), {}, 0, 0)
         self._tried: _Written | None = None  # it may be there, though that was said to have failed
+        self._unsure: list[Row] = []  # others may have read them, though their write failed
         self._retry_rows = 0
         self.live = self._taken(is_contested=is_contested)
 
@@ -152,6 +153,10 @@ class Journal:
             self._written = _Written(position, kinds, len(live.kept), live.rows)
         return live
 
+    def _begin(self, written: _Written) -> None:
+        """Go on in a journal that was written anew."""
+        self._written, self._tried, self._unsure = written, None, []
+
     def _write_anew(self, live: Live) -> None:
         """Under another number, so that readers begin again. Raises OSError."""
         number, rows = secrets.randbits(64), live.to_write()
@@ -161,7 +166,7 @@ class Journal:
         position = Position(number, len(content))
         self._tried = _Written(position, kinds, len(live.kept), len(rows))
         _put(self._files, self._path, content)
-        self._written, self._tried = self._tried, None
+        self._begin(self._tried)
 
     def keep(self, record: Record, sequence: int) -> None:
         """A record is there. Raises OSError: nobody will find it."""
@@ -199,7 +204,7 @@ class Journal:
 
     @contextmanager
     def _appending(self) -> Iterator[_Written]:
-        """At the end of what is good: a write that failed half-way leaves no trace."""
+        """At the end of what is good."""
         with self._lock:
             try:
                 if self._descriptor < 0:
@@ -221,18 +226,24 @@ class Journal:
         count = read_fully(files, self._descriptor, [memoryview(opening)], 0)
         number, _ = opened(opening[:count], self._path)
         if self._tried is not None and number == self._tried.position.number:
-            self._written, self._tried = self._tried, None
+            self._begin(self._tried)
         if number != self._written.position.number:
             raise OSError(errno.ESTALE, "somebody else has written it", self._path)
         files.truncate(self._descriptor, self._written.position.at_bytes)
 
     def _append(self, rows: Sequence[Row]) -> None:
+        """Where a write has failed readers may be behind it or before it, so what it was to say is
+        said at the same place, and taken back behind that."""
         files, position = self._files, self._written.position
-        content = encoded(rows, position.number, position.at_bytes)
+        every = [*self._unsure, *rows]
+        content = encoded(every, position.number, position.at_bytes)
+        kept = [row.key for row in rows if isinstance(row, KeptRow)]
+        self._unsure = [*every, GoneRow(kept)] if kept else every
         write_fully(files, self._descriptor, [content], position.at_bytes)
         files.sync(self._descriptor)
+        self._unsure = []
         self._written.position = Position(position.number, position.at_bytes + len(content))
-        self._written.rows += len(rows)
+        self._written.rows += len(every)
 
     def _close(self) -> None:
         if self._descriptor >= 0:
