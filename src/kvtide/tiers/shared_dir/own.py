@@ -2,7 +2,7 @@
 
 It is appended to, and written anew where it was torn, or holds more rows of records that are gone
 than of others: whole, under another number, and put in place of the old one. A rename that is said
-to have failed may have happened, as on NFS, so what is there is looked at before it is cut.
+to have failed may have happened, as on NFS, so what is there is looked at before it is added to.
 """
 
 import errno
@@ -215,7 +215,7 @@ class Journal:
                 raise
 
     def _open(self) -> None:
-        """The journal that was written last, cut to what is good; never another one.
+        """The journal that was written last, never another one.
 
         Raises:
             OSError, CorruptRecord, UnknownFormat: it is not there.
@@ -229,7 +229,6 @@ class Journal:
             self._begin(self._tried)
         if number != self._written.position.number:
             raise OSError(errno.ESTALE, "somebody else has written it", self._path)
-        files.truncate(self._descriptor, self._written.position.at_bytes)
 
     def _append(self, rows: Sequence[Row]) -> None:
         """Where a write has failed readers may be behind it or before it, so what it was to say is
