@@ -29,7 +29,7 @@ from kvtide.tiers.base import (
     StoreOutcome,
     TierStatistics,
 )
-from kvtide.tiers.breaker import RETRY_MS_MIN, Breaker
+from kvtide.tiers.breaker import RETRY_MS_MIN, SHARED_RETRY_MS_MAX, Breaker
 from kvtide.tiers.hung import Hung
 from kvtide.tiers.pending import Pending, PendingStores
 from kvtide.tiers.remote.census import Census
@@ -51,8 +51,6 @@ logger = logging.getLogger("kvtide.tiers")
 
 PUT_MS_MAX = T_PUT_MS
 """A store that has waited for so long is dropped."""
-RETRY_MS_MAX = 4_000
-"""A broken place is tried so often at least: with a call of it, hits resume within T_heal."""
 SURVEY_MS = 10_000
 """So often the place is asked for its numbers: an idle tier knows whether it works, too."""
 HANDED_MAX = 16
@@ -100,7 +98,7 @@ class RemoteTier:
         self._wake = wake
         self._queue_bytes_max = queue_bytes_max
         self._census = Census()
-        self._breaker = Breaker("loads and stores", place, logger, RETRY_MS_MAX)
+        self._breaker = Breaker("loads and stores", place, logger, SHARED_RETRY_MS_MAX)
         self._hung: Hung[Op] = Hung(_run_ms_max)
         self._health = _Health()
         self._workers = Workers(name, lambda: open_session(self._census), wake)

@@ -31,7 +31,7 @@ from kvtide.tiers.base import (
     StoreOutcome,
     TierStatistics,
 )
-from kvtide.tiers.breaker import Breaker
+from kvtide.tiers.breaker import SHARED_RETRY_MS_MAX, Breaker
 from kvtide.tiers.disk.files import Files, SystemFiles
 from kvtide.tiers.disk.rows import Kind
 from kvtide.tiers.scope import EVERYTHING, Scope
@@ -106,8 +106,9 @@ class SharedDirTier:
         self._loaded_bytes = 0
         self._is_closed = self._is_sweeping = self._is_lost = False
         self._place = Place(str(path.absolute()), files or SystemFiles())
-        self._reads = Breaker("reads", f"shared_dir {path}", logger)
-        self._writes = Breaker("writes", f"shared_dir {path}", logger)
+        place = f"shared_dir {path}"
+        self._reads = Breaker("reads", place, logger, SHARED_RETRY_MS_MAX)
+        self._writes = Breaker("writes", place, logger, SHARED_RETRY_MS_MAX)
         self._asking: list[LookupJob] = []
         self._look: LookOp | None = None
         self._looked_ms = self._alive_ms = 0
