@@ -9,11 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvtide.errors import HostMemoryError
-from kvtide.memory.mapped import (
-    DESCRIPTORS_LEFT_MIN,
-    DESCRIPTORS_LEFT_RATIO_MIN,
-    MappedRegions,
-)
+from kvtide.memory import mapped as mapped_module
+from kvtide.memory.mapped import DESCRIPTORS_LEFT_MIN, MappedRegions
 from kvtide.memory.region import GenerationMemory, MappedRegion, RegionMemory
 from kvtide.units import KiB
 
@@ -191,22 +188,34 @@ def test_a_fault_while_one_region_is_populated_costs_that_one(
 
 def test_regions_leave_the_engine_descriptors(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host of hundreds of GiB has more regions than a process may open files."""
-    limit = open_files() + 300
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    number = 1
-    said.offer(number)
-    while said.next() == ("open", number):
-        number += 1
+    open_count = 100
+    monkeypatch.setattr(mapped_module, "_open_count", lambda: open_count)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    open_count = 1024 - DESCRIPTORS_LEFT_MIN
+    said.offer(1)
+    assert said.next() == ("open", 1)
+    open_count += 1
+    said.offer(2)
+    assert said.next() == ("failed", 2)
+    assert "ulimit -n" in said.detail
+    open_count -= 1
+    said.offer(2)
+    assert said.next() == ("open", 2), "the engine has closed one"
+
+
+def test_a_process_of_few_descriptors_keeps_a_part_of_them(
+    said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (400, 400))
+    for open_count, outcome in ((300, "open"), (301, "failed"), (None, "failed")):
+        monkeypatch.setattr(mapped_module, "_open_count", lambda count=open_count: count)
+        number = 1000 + (open_count or 0)
         said.offer(number)
-    assert number > 1, "there was room for some"
-    assert "leaves no room" in said.detail
-    left = min(DESCRIPTORS_LEFT_MIN, limit * DESCRIPTORS_LEFT_RATIO_MIN)
-    assert limit - open_files() >= left - 20, "other threads may have opened some meanwhile"
-    limit += 10
-    said.offer(number)
-    assert said.next() == ("open", number), "what was closed makes room"
+        assert said.next() == (outcome, number)
 
 
-def open_files() -> int:
-    """Descriptors of this process."""
-    return len(os.listdir("/proc/self/fd"))
+def test_what_is_open_is_counted() -> None:
+    before = mapped_module._open_count()
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    assert mapped_module._open_count() == (before or 0) + 1
+    os.close(descriptor)

@@ -12,6 +12,7 @@ from kvtide.errors import ConfigError
 from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.tier_records import BLOCKS_PER_CHUNK, chain_of, layout_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
+from kvtide.tiers.breaker import SHARED_RETRY_MS_MAX
 from kvtide.tiers.disk.rows import Kind
 from kvtide.tiers.shared_dir.journal import (
     OPENING_BYTES,
@@ -147,6 +148,24 @@ def test_a_mount_that_vanishes_and_comes_back(kv: Path) -> None:
         assert {tier.load(record) for record in records[:4]} == {LoadOutcome.LOADED}
         tier.keep(records[4:])
         assert files.calls[Call.WRITE]
+
+
+def test_a_place_that_was_away_for_long_is_back_within_seconds(kv: Path) -> None:
+    """However often it was tried in vain: hits resume within T_heal."""
+    (record,) = tails(1)
+    with driven(kv) as tier:
+        tier.keep([record])
+        shutil.move(kv, kv.parent / "away")
+        while tier.tier.statistics().state == "on":
+            tier.load(record)
+        for _ in range(10):
+            tier.pass_time(60_000)
+            tier.poll_for(0.02)
+        assert tier.tier.statistics().state != "on"
+        shutil.move(kv.parent / "away", kv)
+        tier.pass_time(SHARED_RETRY_MS_MAX)
+        while tier.load(record) is not LoadOutcome.LOADED:
+            tier.poll_for(0.02)
 
 
 def test_lookups_do_not_wait_for_a_place_that_hangs(kv: Path) -> None:

@@ -75,8 +75,9 @@ class MappedRegions:
                 self._on_open(number)
             return
         fd, generations_fd = descriptors
-        if not _has_descriptors():
-            self._on_failed(number, "the limit on open files (ulimit -n) leaves no room for it")
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if not _leaves_enough(_open_count(), limit):
+            self._on_failed(number, f"few of {limit} open files are left: raise `ulimit -n`")
             return
         try:
             region = MappedRegion(fd, cell_count * cell_bytes, generations_fd, cell_bytes)
@@ -201,11 +202,15 @@ class MappedRegions:
             self._on_left(number)
 
 
-def _has_descriptors() -> bool:
-    """Whether this process may open enough files besides those that it has."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+def _open_count() -> int | None:
+    """Descriptors of this process; None where there is not even one to look with."""
     try:
-        left = limit - len(os.listdir("/proc/self/fd"))
-    except OSError:  # not even the one to look with
-        return False
-    return left >= min(DESCRIPTORS_LEFT_MIN, limit * DESCRIPTORS_LEFT_RATIO_MIN)
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return None
+
+
+def _leaves_enough(open_count: int | None, limit: int) -> bool:
+    """Whether a process of so many open files may have those of a region, too."""
+    left_min = min(DESCRIPTORS_LEFT_MIN, limit * DESCRIPTORS_LEFT_RATIO_MIN)
+    return open_count is not None and limit - open_count >= left_min

@@ -31,9 +31,9 @@ from kvtide.engines.vllm.file_digests import (
     FileIdentity,
     ReadStopped,
     blob_of,
-    has_other_snapshot,
+    directory_may_be_another,
+    file_may_be_another,
     holds_its_name,
-    leads_elsewhere,
     lower_priority,
 )
 from kvtide.processors import leave_binding
@@ -216,19 +216,14 @@ class AdapterDigests:
         of other files, or of another directory."""
         if not files:
             return False
-        since_ns, directory = self._unchanged_since_ns, files[0].parent
-        if leads_elsewhere(directory, since_ns):
-            return True
-        if all(blob_of(file) is not None for file in files):
-            return has_other_snapshot(directory, since_ns)
-        return directory.stat().st_ctime_ns > since_ns or any(
-            blob_of(file) is None and self._is_new(file, identity)
-            for file, identity in zip(files, identities, strict=True)
-        )
-
-    def _is_new(self, file: Path, identity: FileIdentity) -> bool:
         since_ns = self._unchanged_since_ns
-        return identity.ctime_ns > since_ns or leads_elsewhere(file, since_ns)
+        are_blobs = [blob_of(file) is not None for file in files]
+        if directory_may_be_another(files[0].parent, since_ns, is_of_blobs=all(are_blobs)):
+            return True
+        return any(
+            not is_blob and file_may_be_another(file, identity, since_ns)
+            for file, identity, is_blob in zip(files, identities, are_blobs, strict=True)
+        )
 
     def _read(self, adapter: _Adapter) -> None:
         digest = self._content_digest(adapter)
@@ -248,7 +243,8 @@ class AdapterDigests:
                 read, digest = self._digests.read(path, self._stopped)
                 if read != identity:
                     return None
-            if self._is_new(path, identity) and not holds_its_name(path, digest):
+            is_new = file_may_be_another(path, identity, self._unchanged_since_ns)
+            if is_new and not holds_its_name(path, digest):
                 return None
             whole.update(b"%b\0%b" % (path.name.encode(), digest))
         return whole.digest()

@@ -86,6 +86,24 @@ def blob_of(path: Path) -> Path | None:
     return blob if is_of_snapshot else None
 
 
+def file_may_be_another(path: Path, identity: FileIdentity, since_ns: int) -> bool:
+    """Whether a reader at `since_ns` (realtime) may have found other bytes there."""
+    return identity.ctime_ns > since_ns or leads_elsewhere(path, since_ns)
+
+
+def directory_may_be_another(directory: Path, since_ns: int, *, is_of_blobs: bool) -> bool:
+    """Whether a reader at `since_ns` (realtime) may have found another directory there.
+
+    One whose files are all blobs of a hub's cache may be younger, since the reader may just have
+    fetched it; then it counts whether the hub's name may have stood for another one.
+    """
+    if leads_elsewhere(directory, since_ns):
+        return True
+    if is_of_blobs:
+        return has_other_snapshot(directory, since_ns)
+    return directory.stat().st_ctime_ns > since_ns
+
+
 def leads_elsewhere(path: Path, since_ns: int) -> bool:
     """Whether a path may have led to something else at `since_ns` (realtime).
 

@@ -101,8 +101,11 @@ class SchedulerSide:
         """
         request, identity = tracker.request, self._identity
         try:
+            # Whether it is cached or not: the engine loads the adapter of each.
+            lora = request.lora_request
+            is_alone = lora is None or self._note_adapter(lora)
             refused = refusal(request, self._settings)
-            root = refused or self._root(request)
+            root = refused or self._root(request, is_alone=is_alone)
             if isinstance(root, MissReason):
                 return root
             items = items_of(request)
@@ -115,13 +118,16 @@ class SchedulerSide:
         tracker.root, tracker.chain = root, chain
         return None
 
-    def _root(self, request: Any) -> m.RegisterRoot | MissReason:
-        """The root key of a request, and what a node must know of it; or why there is none."""
+    def _root(self, request: Any, *, is_alone: bool) -> m.RegisterRoot | MissReason:
+        """The root key of a request, and what a node must know of it; or why there is none.
+
+        `is_alone`: its adapter's number, if it has one, stands for it and no other.
+        """
         if not self._fingerprint:
             return MissReason.NODE_GONE
         adapter, lora = b"", request.lora_request
         if lora is not None:
-            digest = self._adapters.digest(lora.lora_path) if self._is_alone(lora) else None
+            digest = self._adapters.digest(lora.lora_path) if is_alone else None
             if digest is None:
                 return MissReason.ADAPTER_UNKNOWN
             adapter = digest
@@ -129,8 +135,9 @@ class SchedulerSide:
         root = root_key(self._fingerprint, epoch=self._epoch, salt=salt, adapter=adapter)
         return m.RegisterRoot(root, self._epoch, salt_digest(salt))
 
-    def _is_alone(self, lora: Any) -> bool:
-        """Whether an adapter's number stands for one path, and for what was read there first.
+    def _note_adapter(self, lora: Any) -> bool:
+        """Take note of what an adapter's number stands for; whether it still is one path, and what
+        was read there first.
 
         The engine goes by the number: while that is loaded it looks at no path. One that is loaded
         in place, or goes by a second path, is not known any more, nor is what runs under it.
@@ -153,7 +160,7 @@ class SchedulerSide:
         )
         return False
 
-    def _check_adapter(self, tracker: Tracker) -> None:
+    def _forget_if_adapter_changed(self, tracker: Tracker) -> None:
         """Forget a request that may not compute with what it was named for any more."""
         lora = tracker.request.lora_request
         if lora is None or tracker.chain is None or self._adapters.is_unchanged(lora.lora_path):
@@ -221,7 +228,7 @@ class SchedulerSide:
         if tracker is None:
             return 0
         tracker.local_tokens = local_tokens
-        self._check_adapter(tracker)
+        self._forget_if_adapter_changed(tracker)
         if tracker.chain is None or tracker.no_load is not None:
             return 0
         match = self._lookups.match_of(tracker)
@@ -324,7 +331,7 @@ class SchedulerSide:
             tracker = self._trackers.get(request_id)
             if tracker is None:
                 continue
-            self._check_adapter(tracker)
+            self._forget_if_adapter_changed(tracker)
             request = tracker.request
             start = request.num_computed_tokens
             is_admitted = not tracker.is_counted or request_id in cached.resumed_req_ids
@@ -436,7 +443,7 @@ class SchedulerSide:
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is None:
             return
-        self._check_adapter(tracker)
+        self._forget_if_adapter_changed(tracker)
         self._lookups.drop(tracker)
         self._note_preemption(tracker)
         if tracker.chain is None:

@@ -42,9 +42,9 @@ from kvtide.engines.vllm.file_digests import (
     FileIdentity,
     ReadStopped,
     claimed_digest,
-    has_other_snapshot,
+    directory_may_be_another,
+    file_may_be_another,
     is_written_behind_link,
-    leads_elsewhere,
     lower_priority,
 )
 from kvtide.processors import leave_binding
@@ -60,7 +60,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
 """Load formats that read local files as they are; the first pattern that fits anything counts."""
 
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
-_TOO_NEW = "{path} changed after the engine began; start it again"
+_TOO_NEW = "{path}, or the way to it, changed after the engine began; start it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,14 +305,10 @@ class WeightsDigest:
 
     def _is_moved(self, directory: Path, files: Sequence[_File]) -> bool:
         """Whether the engine may have loaded what another directory holds."""
-        since_ns = self._unchanged_since_ns
-        if since_ns is None:
-            return False
-        if leads_elsewhere(directory, since_ns):
-            return True
-        if all(file.claimed is not None for file in files):  # the engine may have fetched it
-            return has_other_snapshot(directory, since_ns)
-        return directory.stat().st_ctime_ns > since_ns
+        since_ns, are_blobs = self._unchanged_since_ns, [f.claimed is not None for f in files]
+        return since_ns is not None and directory_may_be_another(
+            directory, since_ns, is_of_blobs=all(are_blobs)
+        )
 
     def _is_believable(self, path: Path, identity: FileIdentity) -> bool:
         """Whether nothing says that a blob may have been written since it got its name."""
@@ -324,9 +320,11 @@ class WeightsDigest:
     def _too_new(self, file: _File, identity: FileIdentity) -> bool:
         """A blob may be new, if it holds what it is called: the engine may have fetched it."""
         since_ns = self._unchanged_since_ns
-        if file.claimed is not None or since_ns is None:
-            return False
-        return identity.ctime_ns > since_ns or leads_elsewhere(file.path, since_ns)
+        return (
+            file.claimed is None
+            and since_ns is not None
+            and file_may_be_another(file.path, identity, since_ns)
+        )
 
     def _drain(self) -> None:
         """Each thread: read files until none is left. The last one to end says so."""

@@ -34,6 +34,7 @@ from kvtide.tiers.base import (
 from kvtide.tiers.breaker import SHARED_RETRY_MS_MAX, Breaker
 from kvtide.tiers.disk.files import Files, SystemFiles
 from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.hung import Hung
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.tiers.shared_dir.members import ALIVE_MS, FolderLost, Place
 from kvtide.tiers.shared_dir.ops import (
@@ -114,8 +115,7 @@ class SharedDirTier:
         self._looked_ms = self._alive_ms = 0
         self._probe: AliveOp | ClaimOp | None = None
         self._alive: AliveOp | None = None
-        self._since_ms: dict[Op, int] = {}
-        self._hung: set[Op] = set()
+        self._hung: Hung[Op] = Hung(lambda _: T_LOAD_MS)
         self._clears: list[ClearOp] = []
         try:
             journal = claimed(self._place)
@@ -314,8 +314,7 @@ class SharedDirTier:
 
     def _take(self, ended: Ended) -> None:
         """What a thread says."""
-        self._since_ms.pop(ended.op, None)
-        self._hung.discard(ended.op)
+        self._hung.ended(ended.op)
         self._stores.journal_bytes = self._hands.journal_bytes
         match ended.op:
             case LookOp():
@@ -382,7 +381,9 @@ class SharedDirTier:
         elif not self._writes.is_open and self._now_ms - self._alive_ms >= ALIVE_MS:
             self._say_alive()
         self._stores.retry()
-        self._see_hung()
+        hung = self._hung.look(self._workers.running_reads(), self._now_ms)
+        if hung and self._reads.hung(T_LOAD_MS, self._now_ms):
+            self._break_reads()
         is_due = not self._reads.is_open and self._now_ms - self._looked_ms >= LOOK_MS
         if self._reads.wants_probe(self._now_ms) or is_due:
             self._look_around()
@@ -395,15 +396,6 @@ class SharedDirTier:
             self._workers.write(self._alive)
 
     # ---- when the place fails
-
-    def _see_hung(self) -> None:
-        """A call that does not come back says nothing: only time can tell, and once is enough."""
-        running = self._workers.running_reads()
-        self._since_ms = {op: self._since_ms.get(op, self._now_ms) for op in running}
-        late = {op for op, since in self._since_ms.items() if self._now_ms - since > T_LOAD_MS}
-        if not late <= self._hung and self._reads.hung(T_LOAD_MS, self._now_ms):
-            self._break_reads()
-        self._hung = late
 
     def _judge_read(self, error: Exception | None) -> None:
         if self._reads.is_probing and self._look is None:

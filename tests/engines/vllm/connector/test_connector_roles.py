@@ -389,6 +389,27 @@ def test_what_an_adapter_computed_is_hit(toys: Toys, adapter: Path, tmp_path: Pa
     assert engine.generate(prompt, adapter=lora).external > 0
 
 
+@pytest.mark.parametrize("first", ["opted out", "unnamed"])
+def test_an_adapter_of_a_request_that_is_not_cached_takes_its_number_too(
+    first: str, toys: Toys, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has loaded it, and goes on computing with it under that number."""
+    engine = toys.start(options())
+    lora, prompt = with_adapter(engine, adapter, tmp_path / "kept"), tokens(LENGTH)
+    earlier = LoRARequest("b", 1, str(tmp_path))
+    if first == "opted out":
+        off = {"kv_transfer_params": {"kvtide": "off"}}
+        engine.generate(tokens(20), adapter=earlier, extra_args=off)
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler_of(engine), "_fingerprint", b"")
+            engine.generate(tokens(20), adapter=earlier)
+    for _ in range(2):
+        assert not engine.generate(prompt, adapter=lora).external
+        toys.rest()
+        engine.reset()
+
+
 @pytest.mark.parametrize("way", ["another path", "loaded in place", "changed"])
 def test_nothing_is_kept_of_an_adapter_that_may_have_become_another(
     way: str, toys: Toys, adapter: Path, tmp_path: Path
