@@ -119,9 +119,9 @@ class RegionMemory:
         """Fill the page tables of the view, if there is one; blocks for 0.25 s a GiB, the
         interpreter's lock free.
 
-        Direct I/O goes by page tables too: into a view that was not populated it runs at 1.2 GB/s,
-        whatever the drive. Where the kernel cannot do it (before 5.14) or has not the memory for
-        tables, that is all that is lost.
+        Direct I/O goes by page tables too: in a view that was not populated it waits for a fault
+        at each page. Where the kernel cannot do it (before 5.14) or has not the memory for tables,
+        that is all that is lost.
         """
         mapping = self._mapping
         if mapping is not None:
