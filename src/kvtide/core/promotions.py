@@ -25,6 +25,7 @@ from kvtide.core.host import Host
 from kvtide.core.index import Entry, Index, Matched, Root
 from kvtide.core.instances import Instance
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
+from kvtide.core.layout import KVLayout
 from kvtide.core.leases import PINNED_RATIO_MAX
 from kvtide.core.lending import Grant, Lending
 from kvtide.core.promotion import Name, Promotion, Question
@@ -47,6 +48,8 @@ SILENCES_MAX = 5
 """After so many lookups in a row that waited for a tier in vain it is left alone"""
 SILENT_MS = 5_000
 """for so long, or until a load of it ends: what hangs shall cost a few requests, not all."""
+CALM_MS = 300
+"""So long after a load has ended whoever waited for it still has use for each core."""
 PROMOTIONS_MAX = 1024
 """Lookups of one engine that may wait for tiers; those above get what is held."""
 
@@ -111,6 +114,7 @@ class Promotions:
         self._loads: dict[int, _Load] = {}  # by number
         self._tier_of: dict[Entry, int] = {}  # of what is being loaded
         self._loading_bytes = 0
+        self._loaded_ms = -CALM_MS
         self._kept_bytes = 0
         self._choices = [Choice() for _ in tiers]
         self._silences = [_Silence() for _ in tiers]
@@ -310,6 +314,7 @@ class Promotions:
         load = self._loads.pop(number)
         del self._tier_of[load.grant.entry]
         self._loading_bytes -= load.grant.bytes
+        self._loaded_ms = self._now()
         self._silences[load.tier].end()
         loaded_bytes = load.grant.bytes if is_ok else 0
         load.promotion.loaded_bytes += loaded_bytes
@@ -317,6 +322,13 @@ class Promotions:
         self._count(f"tier_loads.{name}.{outcome}", 1)
         self._count(f"tier_loaded_bytes.{name}", loaded_bytes)
         self._lending.answered_by_tier(load.grant, is_ok=is_ok)
+
+    def chunks_to_load(self, layout: KVLayout) -> int | None:
+        """How many chunks that were found have no cells yet; None while no load runs."""
+        if not self._loads and self._now() - self._loaded_ms >= CALM_MS:
+            return None
+        waiting = (one for one in self._waiting.values() if one.instance.layout == layout)
+        return sum(len(one.todo) for one in waiting)
 
     def _settled(self, entry: Entry) -> None:
         """An entry that somebody waits for is held, or copied behind one that is not, or gone."""
