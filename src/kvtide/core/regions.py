@@ -61,7 +61,7 @@ class Regions:
         Args:
             layouts: those in use.
             now_ms: the time.
-            loading: how many chunks tiers are still to load into a layout; None where no load runs.
+            loading: how many chunks of a layout tiers are still to load; None where no load runs.
         """
         host = self._host
         host.forget_refusal(now_ms)
@@ -85,10 +85,7 @@ class Regions:
         for region in regions:
             layout = region.layout
             left_chunks = loading(layout)
-            is_needed = (
-                left_chunks is None
-                or self._host.free_chunks(layout) <= left_chunks
-            )
+            is_needed = left_chunks is None or self._host.free_chunks(layout) <= left_chunks
             if is_needed or now_ms - region.planned_since_ms >= PUT_OFF_MS_MAX:
                 self._emit(MakeRegion(region.number, layout, region.cells.cell_count))
             else:
