@@ -178,7 +178,7 @@ class Host:
         """Whether a region of this layout is made next, or being made."""
         if self.is_growing(layout):
             return True
-        return self.wants_region(layout) and self.has_room(layout)
+        return self.has_room(layout) and self.wants_region(layout)
 
     def has_room(self, layout: KVLayout) -> bool:
         """Whether one more region of this layout fits below the limit."""
