@@ -106,9 +106,7 @@ def test_what_is_stored_while_a_probe_finds_the_directory_emptied_is_found_or_no
         shutil.rmtree(tmp_path / "kv")
         tier.pass_time(1_000)
         files.wait_stalled(2)  # the probe makes the directory anew
-        files.stall(Call.MAKE_DIRECTORY)
-        with files._change:
-            files._change.notify_all()
+        files.release(Call.READ)
         assert tier.loaded(load) is LoadOutcome.LOADED
         assert tier.tier.statistics().state == "on"
         jobs = [tier.submit_store(record) for record in chunks]
