@@ -44,7 +44,8 @@ def test_reads_stop_when_a_load_does_not_come_back(
             for _ in range(10):
                 tier.pass_time(60_000)
             assert tier.tier.statistics().state != "on"
-        assert [tier.loaded(job) for job in jobs[:LOAD_THREADS]] == ["loaded"] * LOAD_THREADS
+        ended = [tier.loaded(job) for job in jobs[:LOAD_THREADS]]
+        assert ended == [LoadOutcome.LOADED] * LOAD_THREADS
         assert tier.tier.statistics().state == "on"
         lines = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
         assert len(lines) == 2, lines
