@@ -186,9 +186,8 @@ async def serve(config: settings.Config, places: Places, way: Way) -> int:
 
     tiers = open_tiers(config.node, size_bytes, way, wake)
     with contextlib.ExitStack() as stack:
-        stack.callback(
-            close_tiers, [one.tier for one in tiers]
-        )  # later it is the runtime that does
+        # Where it comes to that: a node that serves closes them at its end.
+        stack.callback(close_tiers, [one.tier for one in tiers])
         machine = Machine(
             MachineConfig(
                 node=secrets.token_bytes(16),
