@@ -150,8 +150,8 @@ def _check_together(values: Mapping[str, object], last: Mapping[str, _Given]) ->
     if "tiers" in last and in_short:
         name = in_short[0]
         raise ConfigError(
-            f"{last['tiers'].source} sets tiers, and {last[name].source} {name}, which is short for"
-            f" {name.removeprefix('disk_')} of an entry there; give one of the two"
+            f"{last['tiers'].source} sets tiers, and {last[name].source} {name}, which is short"
+            f" for {name.removeprefix('disk_')} of an entry there; give one of the two"
         )
     for name in DISK_KEYS[:2]:
         if in_short and name not in last:
