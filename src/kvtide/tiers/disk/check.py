@@ -169,7 +169,7 @@ def _fault(scan: Scan, offset_bytes: int, record: Record) -> str:
 
 def _is_still_named(directory: Directory, number: int, kept: Kept) -> bool:
     try:
-        columns, _ = _named(directory, number)
+        columns, _ = _named(directory, number, is_proving=False)
         left = _left(columns, number, _cleared_in(directory))
     except (OSError, UnknownFormat):
         return False
