@@ -11,13 +11,14 @@ from kvtide.testing.faulty_files import FaultyFiles
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.shared_dir.tier import SharedDirTier
-from kvtide.units import MiB
+from kvtide.units import KiB, MiB
 
 QUEUE_BYTES_MAX = 8 * MiB
 WAIT_S = 30.0
 ROOT = root_of()
 SMALL = layout_of(4096, 8192)
 TINY = layout_of(4096)
+LARGE = layout_of(64 * KiB)
 
 
 class LateFiles(FaultyFiles):

@@ -54,11 +54,8 @@ def run_until_killed(path: Path, seed: int, chains: int) -> list[int]:
     return numbers
 
 
-def test_a_member_that_was_killed_is_followed_at_once_and_nothing_of_it_is_lost(
-    tmp_path: Path,
-) -> None:
+def test_a_member_that_was_killed_is_followed_at_once_and_nothing_of_it_is_lost(kv: Path) -> None:
     """Its owner is proven dead; what it was writing goes, what it said to be stored is there."""
-    kv = tmp_path / "kv"
     draw = random.Random(1)
     with driven(kv, CAP_BYTES) as watcher:
         own = folder_of(shared_of(watcher))
@@ -159,11 +156,11 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_members_do_promises_are_kept(tmp_path: Path, seed: int) -> None:
+def test_whatever_members_do_promises_are_kept(kv: Path, seed: int) -> None:
     """Every byte that is loaded is right, nothing that was cleared is found, caps hold; at the
     end all agree on what is there."""
     with ExitStack() as stack:
-        world = World(stack, tmp_path / "kv", seed)
+        world = World(stack, kv, seed)
         for _ in range(150):
             world.step()
         for member in world.members:
@@ -217,10 +214,10 @@ class Trouble(World):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_the_place_does_promises_are_kept(tmp_path: Path, seed: int) -> None:
+def test_whatever_the_place_does_promises_are_kept(kv: Path, seed: int) -> None:
     """As above while it fails; once it works again, nothing is left that counts to no cap."""
     with ExitStack() as stack:
-        world = Trouble(stack, tmp_path / "kv", seed)
+        world = Trouble(stack, kv, seed)
         for _ in range(120):
             world.step()
         world.heal()

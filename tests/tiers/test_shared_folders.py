@@ -12,7 +12,7 @@ import pytest
 
 from kvtide.errors import ConfigError
 from kvtide.testing.faulty_files import Call, FaultyFiles
-from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
+from kvtide.testing.tier_records import chain_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.disk.files import SystemFiles
 from kvtide.tiers.shared_dir import others
@@ -26,8 +26,9 @@ from kvtide.tiers.shared_dir.members import (
     Process,
     this_process,
 )
-from kvtide.units import KiB, MiB
+from kvtide.units import MiB
 from tests.tiers.shared_place import (
+    LARGE,
     ROOT,
     SMALL,
     bytes_taken,
@@ -42,14 +43,6 @@ from tests.tiers.shared_place import (
     wait_on,
     wait_quiet,
 )
-
-LARGE = layout_of(64 * KiB)
-
-
-@pytest.fixture
-def kv(tmp_path: Path) -> Path:
-    """The directory."""
-    return tmp_path / "kv"
 
 
 def test_members_have_folders_of_their_own_whatever_they_are_called(kv: Path) -> None:
