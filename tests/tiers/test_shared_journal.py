@@ -24,6 +24,7 @@ from kvtide.tiers.shared_dir.journal import (
     Row,
     read_on,
 )
+from kvtide.tiers.shared_dir.members import FolderLost
 from kvtide.tiers.shared_dir.own import Journal
 from tests.tiers.disk_place import flip
 from tests.tiers.shared_place import ROOT, SMALL, LateFiles, tails
@@ -304,7 +305,7 @@ def test_another_journal_is_not_cut_and_not_written_to(tmp_path: Path) -> None:
     taker = Journal(SystemFiles(), str(tmp_path), MEMBER, is_contested=True)
     for number, record in enumerate(records[2:], 3):
         taker.keep(record, number)
-    with pytest.raises(OSError, match="somebody else has written it"):
+    with pytest.raises(FolderLost, match="not the one that was written last"):
         sleeper.keep(records[1], 2)
     rows, after = read_all(tmp_path)
     assert after.number != before.number

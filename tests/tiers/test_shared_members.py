@@ -313,7 +313,7 @@ def test_a_look_takes_a_bounded_number_of_rows_whoever_has_how_many(
     with driven(kv) as one, driven(kv) as other, driven(kv) as here:
         one.keep(tails(10))
         other.keep(tails(10, first=20))
-        ended = shared_of(here)._hands.run(LookOp({}))
+        ended = shared_of(here)._hands.run(LookOp(shared_of(here)._view.own, {}))
         assert len(ended.pieces) == 1
         assert ended.has_more
         look(here)

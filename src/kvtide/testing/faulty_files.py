@@ -155,9 +155,11 @@ class FaultyFiles:
             self._bytes_max[call] = bytes_max
 
     def stall(self, *calls: Call) -> None:
-        """Calls of these kinds (of all, if none is named) do not return until `release`."""
+        """Calls of these kinds (of all, if none is named) do not return until `release`; those of
+        others that stood still go on."""
         with self._change:
             self._stalled = frozenset(calls or Call)
+            self._change.notify_all()
 
     def release(self) -> None:
         """What is stalled goes on."""

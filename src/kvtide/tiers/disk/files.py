@@ -182,7 +182,11 @@ class SystemFiles:
     def make_directory(self, directory: str) -> None:
         if not os.path.isdir(directory):
             os.makedirs(os.path.dirname(directory), exist_ok=True)
-            os.mkdir(directory, DIRECTORY_MODE)
+            try:
+                os.mkdir(directory, DIRECTORY_MODE)
+            except FileExistsError:
+                if not os.path.isdir(directory):  # else somebody else has made it meanwhile
+                    raise
 
     def sync_directory(self, directory: str) -> None:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
