@@ -107,7 +107,7 @@ def tails(count: int, first: int = 0) -> list[Record]:
 def wait_quiet(tier: DrivenTier) -> None:
     """Until its threads have done all that they were asked for."""
     workers = shared_of(tier)._workers
-    while workers.are_writing or workers.running_reads() or workers.results:
+    while workers.are_writing or workers._reads or workers.running_reads() or workers.results:
         tier.poll_for(0.01)
 
 

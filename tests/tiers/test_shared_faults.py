@@ -153,7 +153,7 @@ def test_a_place_that_was_away_for_long_is_back_within_seconds(kv: Path) -> None
             tier.load(record)
         for _ in range(10):
             tier.pass_time(60_000)
-            tier.poll_for(0.02)
+            wait_quiet(tier)
         assert tier.tier.statistics().state != "on"
         shutil.move(kv.parent / "away", kv)
         tier.pass_time(SHARED_RETRY_MS_MAX)

@@ -446,3 +446,19 @@ def test_a_start_serves_before_it_has_taken_all_in(
     with driven(kv) as tier:
         tier.keep(tails(1, first=60))
         assert tier.tier.statistics().records == 8
+
+
+def test_two_may_make_a_directory_at_once(kv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that start on a fresh one, or threads that store the first of their records."""
+    make = os.makedirs
+
+    def quicker(path: str, *, exist_ok: bool) -> None:
+        make(path, exist_ok=exist_ok)
+        kv.mkdir()
+
+    monkeypatch.setattr(os, "makedirs", quicker)
+    SystemFiles().make_directory(str(kv))
+    kv.rmdir()
+    monkeypatch.setattr(os, "makedirs", lambda path, **_: kv.write_text("x"))
+    with pytest.raises(FileExistsError):
+        SystemFiles().make_directory(str(kv))

@@ -124,7 +124,9 @@ class Others:
         for scope, member in ended.op.unread:
             if member in ended.pieces and not ended.pieces[member].has_more:
                 self._limit(scope, member)
-        self.are_more = ended.has_more or any(one.has_more for one in ended.pieces.values())
+        is_other = ended.op.own != self._view.own  # what the folder that was lost has is not read
+        has_more = any(one.has_more for one in ended.pieces.values())
+        self.are_more = is_other or ended.has_more or has_more
         is_partial = self.are_more or ended.is_partial or self.is_taking
         if not (is_partial or self._is_settled):
             self._is_settled = True  # what hangs on nothing now hangs on what others evicted

@@ -209,12 +209,13 @@ class SharedDirTier:
         """Whether there is one that nobody waits for any more."""
         return self._look is not None and self._now_ms - self._looked_ms >= T_LOAD_MS
 
-    def _take_look(self, ended: Ended) -> None:
+    def _take_look(self, op: LookOp, ended: Ended) -> None:
         self._look = None
         if ended.error is None:
             self._stores.free(self._others.take(ended))
         self._judge_read(ended.error)  # which has answered, if that broke it
-        self._answer()
+        if ended.error is not None or op.own == self._view.own:  # else the next one says more
+            self._answer()
         if ended.error is None and self._others.are_more and not self._is_closed:
             self._look_around()
 
@@ -331,8 +332,8 @@ class SharedDirTier:
         self._hung.ended(ended.op)
         self._stores.journal_bytes = self._hands.journal_bytes
         match ended.op:
-            case LookOp():
-                self._take_look(ended)
+            case LookOp() as op:
+                self._take_look(op, ended)
             case LoadOp() as op:
                 self._take_load(op, ended)
             case StoreOp() as op:
