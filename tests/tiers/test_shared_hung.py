@@ -70,12 +70,11 @@ def test_the_folder_that_was_lost_is_not_read_for_ever_while_no_other_can_be_tak
         while "could be taken" not in here.tier.statistics().state:
             here.pass_time(30_000)
             wait_quiet(here)
-        for _ in range(20):
-            here.poll_for(0.01)
         before = files.calls[Call.NAMES]
+        here.pass_time(1_000)
         for _ in range(20):
             here.poll_for(0.01)
-        assert files.calls[Call.NAMES] == before
+        assert files.calls[Call.NAMES] <= before + 2, "a look, and a try to take one"
         files.heal()
         wait_on(here)
         assert folder_of(shared_of(here)) != folder

@@ -73,6 +73,20 @@ def test_a_reader_goes_on_where_it_stood(tmp_path: Path) -> None:
     journal.close()
 
 
+def test_a_reader_of_one_that_is_shorter_than_what_it_has_read_begins_anew(tmp_path: Path) -> None:
+    """An older one was put back, of the same number: what stands there now is other rows."""
+    records = tails(6)
+    journal = write(tmp_path, records[:2])
+    older = (tmp_path / JOURNAL).read_bytes()
+    journal.keep(records[2], 3)
+    journal.close()
+    _, position = read_all(tmp_path)
+    (tmp_path / JOURNAL).write_bytes(older)
+    piece = read_on(SystemFiles(), str(tmp_path / JOURNAL), position)
+    assert piece.is_anew
+    assert keys(piece.rows) == [record.key for record in records[:2]]
+
+
 @pytest.mark.parametrize("scope", [EVERYTHING, Scope(b"", None), Scope(b"", b"f" * 32)])
 def test_scopes_come_back_as_they_were(tmp_path: Path, scope: Scope) -> None:
     """None and empty are two."""

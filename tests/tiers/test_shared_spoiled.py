@@ -10,10 +10,18 @@ import pytest
 from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.tier_records import chain_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
+from kvtide.tiers.disk.files import SystemFiles
 from kvtide.tiers.scope import EVERYTHING
-from kvtide.tiers.shared_dir.journal import EVERY_NUMBER, KeptRow, KindRow, Piece, Position
-from kvtide.tiers.shared_dir.members import ALIVE_MS
-from kvtide.tiers.shared_dir.ops import Ended, LookOp
+from kvtide.tiers.shared_dir.journal import (
+    EVERY_NUMBER,
+    Cleared,
+    KeptRow,
+    KindRow,
+    Piece,
+    Position,
+)
+from kvtide.tiers.shared_dir.members import ALIVE_MS, Place
+from kvtide.tiers.shared_dir.ops import ClaimOp, Ended, Hands, LookOp, claimed
 from kvtide.tiers.shared_dir.others import Others
 from kvtide.tiers.shared_dir.view import Kind, View
 from tests.tiers.disk_place import flip
@@ -38,11 +46,11 @@ from tests.tiers.shared_place import (
 def test_a_clear_means_all_of_a_member_whose_journal_cannot_be_read(kv: Path, code: int) -> None:
     """Until it can: then no more than what it had come to. What others have is not waited with."""
     with driven(kv) as there, driven(kv) as other:
-        there.keep(tails(2))
         journal = f"{folder_of(shared_of(there)).name}/journal"
         with driven(kv) as here:
             files = files_of(shared_of(here))
             files.fail(Call.OPEN, code, path_part=journal)
+            there.keep(tails(2))
             here.tier.clear(None)
             wait_quiet(here)
             assert here.tier.statistics().state == "on"
@@ -59,19 +67,20 @@ def test_a_clear_means_all_of_a_member_whose_journal_cannot_be_read(kv: Path, co
 
 
 def test_a_look_that_began_before_a_clear_does_not_say_how_much_that_means() -> None:
-    """The member has stored more since, which the clear means too."""
+    """The member has stored more since, which the clear means too; nor does one that has read half
+    of it."""
     own, there = b"o" * 16, b"t" * 16
-    records = tails(3)
+    records = tails(4)
     kind = Kind(ROOT, records[0].layout)
     others = Others(View(own))
 
-    def take(op: LookOp, *numbers: int) -> list[bytes]:
+    def take(op: LookOp, *numbers: int, has_more: bool = False) -> list[bytes]:
         rows = [
             KeptRow(1, number, record.key, record.parent, record.digests)
             for number, record in enumerate(records, 1)
             if number in numbers
         ]
-        piece = Piece([KindRow(1, kind), *rows], Position(7, 100), False, False, 100, 0)
+        piece = Piece([KindRow(1, kind), *rows], Position(7, 100), False, has_more, 100, 0)
         others.take(Ended(op, pieces={there: piece}))
         return list(others._view.index)
 
@@ -79,8 +88,30 @@ def test_a_look_that_began_before_a_clear_does_not_say_how_much_that_means() -> 
     others.clearing.append(EVERYTHING)
     others.noted(EVERYTHING, {own: 0, there: EVERY_NUMBER})
     assert take(early, 1) == []
-    assert take(others.look(), 2) == []
-    assert take(others.look(), 3) == [records[2].key]
+    assert take(others.look(), 2, has_more=True) == []
+    assert take(others.look(), 3) == []
+    assert take(others.look(), 4) == [records[3].key]
+
+
+def test_such_a_clear_does_not_mean_what_is_stored_in_that_folder_once_it_is_ours(
+    kv: Path,
+) -> None:
+    """Its owner ended before anybody has read how far it had come."""
+    with driven(kv) as there:
+        there.keep(tails(2))
+        member = shared_of(there)._place.own
+        place = Place(str(kv), SystemFiles())
+        hands = Hands(place, claimed(place))
+    cleared = Cleared({EVERYTHING: {member: EVERY_NUMBER}})
+    assert hands.run(ClaimOp(cleared)).error is None
+    hands.leave()
+    with driven(kv) as here:
+        assert shared_of(here)._place.own == member
+        assert not any(map(here.is_there, tails(2)))
+        here.keep(tails(1, first=9))
+    with driven(kv) as here:
+        assert here.is_there(tails(1, first=9)[0])
+        assert not any(map(here.is_there, tails(2)))
 
 
 def test_what_is_no_folder_is_no_member(kv: Path) -> None:
@@ -94,10 +125,10 @@ def test_what_is_no_folder_is_no_member(kv: Path) -> None:
         look(here)
         wait_quiet(here)
         assert here.tier.statistics().state == "on"
-        assert shared_of(here)._others._is_settled
         here.keep(tails(2))
     with driven(kv) as here:
         assert all(map(here.is_there, tails(2)))
+        assert shared_of(here)._others._is_settled, "nothing more is expected of them"
 
 
 @pytest.mark.parametrize("call", [Call.OPEN, Call.READ, Call.SIZE])

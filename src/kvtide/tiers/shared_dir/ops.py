@@ -408,7 +408,7 @@ class Hands:
                 journal.clear(ClearedRow(scope, up_to | mine))
         except (OSError, KVTideError) as error:
             self._place.free()  # half of it would be taken for the whole by the next probe
-            raise FolderLost(f"no other folder could be taken: {error}") from error
+            raise FolderLost(f"no other folder could be taken so far: {error}") from error
         self._journal.close()
         self._journal = ended.journal = journal
 
