@@ -13,7 +13,7 @@ from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.tier_records import BLOCKS_PER_CHUNK, chain_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.breaker import SHARED_RETRY_MS_MAX
-from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.kinds import Kind
 from kvtide.tiers.shared_dir.journal import (
     OPENING_BYTES,
     KeptRow,

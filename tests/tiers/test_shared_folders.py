@@ -14,7 +14,7 @@ from kvtide.errors import ConfigError
 from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.tier_records import chain_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
-from kvtide.tiers.disk.files import SystemFiles
+from kvtide.tiers.files import SystemFiles
 from kvtide.tiers.shared_dir import others
 from kvtide.tiers.shared_dir import tier as tier_module
 from kvtide.tiers.shared_dir.journal import Position, read_on

@@ -11,6 +11,7 @@ from kvtide.testing.faulty_files import Call
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, text
 from kvtide.tiers.base import LoadOutcome
+from kvtide.tiers.kinds import Kind
 from kvtide.tiers.shared_dir import journal
 from kvtide.tiers.shared_dir import others as others_module
 from kvtide.tiers.shared_dir import tier as tier_module
@@ -19,7 +20,7 @@ from kvtide.tiers.shared_dir.ops import Ended, FreeOp
 from kvtide.tiers.shared_dir.others import Others
 from kvtide.tiers.shared_dir.own import LiveRows
 from kvtide.tiers.shared_dir.tier import MEMBER_MS_MAX
-from kvtide.tiers.shared_dir.view import Kind, View
+from kvtide.tiers.shared_dir.view import View
 from tests.tiers.shared_place import (
     ROOT,
     SMALL,

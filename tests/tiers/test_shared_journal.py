@@ -10,7 +10,7 @@ from kvtide.core.records import Record
 from kvtide.errors import CorruptRecord, UnknownFormat
 from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.tier_records import chain_of, root_of, text
-from kvtide.tiers.disk.files import SystemFiles
+from kvtide.tiers.files import SystemFiles
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.tiers.shared_dir import journal as module
 from kvtide.tiers.shared_dir import own

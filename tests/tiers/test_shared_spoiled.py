@@ -10,7 +10,8 @@ import pytest
 from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.tier_records import chain_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
-from kvtide.tiers.disk.files import SystemFiles
+from kvtide.tiers.files import SystemFiles
+from kvtide.tiers.kinds import Kind
 from kvtide.tiers.scope import EVERYTHING
 from kvtide.tiers.shared_dir.journal import (
     EVERY_NUMBER,
@@ -23,7 +24,7 @@ from kvtide.tiers.shared_dir.journal import (
 from kvtide.tiers.shared_dir.members import ALIVE_MS, Place
 from kvtide.tiers.shared_dir.ops import ClaimOp, Ended, Hands, LookOp, claimed
 from kvtide.tiers.shared_dir.others import Others
-from kvtide.tiers.shared_dir.view import Kind, View
+from kvtide.tiers.shared_dir.view import View
 from tests.tiers.disk_place import flip
 from tests.tiers.shared_place import (
     ROOT,

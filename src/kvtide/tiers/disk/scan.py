@@ -12,8 +12,9 @@ from kvtide.codec.record import Header
 from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.errors import CorruptRecord, UnknownFormat
 from kvtide.tiers.disk.directory import SEGMENT, Directory
-from kvtide.tiers.disk.files import page_memory, read_fully
-from kvtide.tiers.disk.rows import Kept, Kind
+from kvtide.tiers.disk.rows import Kept
+from kvtide.tiers.files import page_memory, read_fully
+from kvtide.tiers.kinds import Kind
 from kvtide.units import MiB
 
 WINDOW_BYTES = MiB

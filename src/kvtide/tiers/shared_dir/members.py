@@ -30,8 +30,7 @@ from pathlib import Path
 
 from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.errors import ConfigError
-from kvtide.tiers.disk.directory import REFUSED
-from kvtide.tiers.disk.files import Files, FileSize, page_memory, read_fully, write_fully
+from kvtide.tiers.files import REFUSED, Files, FileSize, page_memory, read_fully, write_fully
 from kvtide.tiers.shared_dir.journal import JOURNAL, MEMBER_BYTES
 
 logger = logging.getLogger("kvtide.shared_dir")

@@ -19,10 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvtide.errors import CorruptRecord, KVTideError, UnknownFormat
+from kvtide.errors import CorruptRecord, KVTideError, UnknownFormat, bare
 from kvtide.tiers.base import LoadJob, StoreJob
-from kvtide.tiers.disk.files import page_memory, write_fully
-from kvtide.tiers.disk.ops import bare
+from kvtide.tiers.files import page_memory, write_fully
 from kvtide.tiers.record_io import headers_bytes, read_proven, to_write
 from kvtide.tiers.scope import Scope
 from kvtide.tiers.shared_dir import view

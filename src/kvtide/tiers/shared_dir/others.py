@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvtide.codec.record import stored_bytes
-from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.kinds import Kind
 from kvtide.tiers.scope import Scope
 from kvtide.tiers.shared_dir.journal import (
     EVERY_NUMBER,

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from kvtide.core.records import Record
 from kvtide.errors import CorruptRecord, KVTideError
-from kvtide.tiers.disk.files import Files, write_fully
-from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.files import Files, write_fully
+from kvtide.tiers.kinds import Kind
 from kvtide.tiers.shared_dir.journal import (
     JOURNAL,
     OPENING_BYTES,

@@ -19,7 +19,7 @@ from kvtide.bounds import T_PUT_MS
 from kvtide.codec.record import stored_bytes
 from kvtide.core.records import Record
 from kvtide.tiers.base import Stored, StoreJob, StoreOutcome
-from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.kinds import Kind
 from kvtide.tiers.scope import Scope
 from kvtide.tiers.shared_dir.journal import KeptRow
 from kvtide.tiers.shared_dir.ops import Ended, FreeOp, StoreOp

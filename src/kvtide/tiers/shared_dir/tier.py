@@ -32,9 +32,9 @@ from kvtide.tiers.base import (
     TierStatistics,
 )
 from kvtide.tiers.breaker import SHARED_RETRY_MS_MAX, Breaker
-from kvtide.tiers.disk.files import Files, SystemFiles
-from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.files import Files, SystemFiles
 from kvtide.tiers.hung import Hung
+from kvtide.tiers.kinds import Kind
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.tiers.shared_dir.members import ALIVE_MS, FolderLost, Place
 from kvtide.tiers.shared_dir.ops import (
