@@ -72,7 +72,7 @@ def files_of(tier: SharedDirTier) -> FaultyFiles:
 
 
 def folder_of(tier: SharedDirTier) -> Path:
-    """Its own sub-directory."""
+    """Its own folder."""
     return tier.path / tier._place.own.hex()
 
 

@@ -192,13 +192,13 @@ class Place:
 
     def _server_time_s(self) -> float:
         """What the clock says by which files get their times; learns what `direct` has to be."""
-        for self.direct in (os.O_DIRECT, 0):
-            try:
-                return self._probe()
-            except OSError as error:
-                if not self.direct or error.errno not in REFUSED:
-                    raise
-        raise AssertionError("one of them has returned or raised")
+        try:
+            return self._probe()
+        except OSError as error:
+            if not self.direct or error.errno not in REFUSED:
+                raise
+        self.direct = 0
+        return self._probe()
 
     def _remove_probes(self, now_s: float) -> None:
         """Those that were left by a kill."""
