@@ -256,9 +256,6 @@ def test_a_claim_makes_nothing_where_the_mount_was(kv: Path) -> None:
     with driven(kv) as tier:
         tier.keep(tails(1))
         (folder_of(shared_of(tier)) / "journal").unlink()
-        shared_of(tier)._workers.write(op := shared_of(tier)._next_probe())
-        wait_quiet(tier)
-        del op
         while tier.tier.statistics().state == "on":
             tier.pass_time(ALIVE_MS)
             wait_quiet(tier)
