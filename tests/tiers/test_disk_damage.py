@@ -28,12 +28,6 @@ SIXTEENTHS = range(16)
 LENGTH = codec.stored_bytes(TINY, 1)
 
 
-@pytest.fixture
-def kv(tmp_path: Path) -> Path:
-    """Where the tier is."""
-    return tmp_path / "kv"
-
-
 def only(kv: Path, suffix: str) -> Path:
     """The one file of a kind."""
     [path] = kv.glob(f"*.{suffix}")

@@ -16,9 +16,10 @@ from kvtide.tiers.disk import columns as tables
 from kvtide.tiers.disk import sealing
 from kvtide.tiers.disk.columns import Columns
 from kvtide.tiers.disk.directory import SEGMENT, Directory
-from kvtide.tiers.disk.files import page_memory, read_fully
-from kvtide.tiers.disk.rows import Kept, Kind
+from kvtide.tiers.disk.rows import Kept
 from kvtide.tiers.disk.sealing import Said
+from kvtide.tiers.files import page_memory, read_fully
+from kvtide.tiers.kinds import Kind
 from kvtide.units import MiB
 
 WINDOW_BYTES = MiB

@@ -19,8 +19,8 @@ from kvtide.tiers.disk import columns as tables
 from kvtide.tiers.disk import rows as logs
 from kvtide.tiers.disk.columns import Columns
 from kvtide.tiers.disk.directory import INDEX, ROWS, TEMPORARY, Directory
-from kvtide.tiers.disk.files import read_fully, write_fully
-from kvtide.tiers.disk.rows import Kept, Kind, Rows
+from kvtide.tiers.disk.rows import Kept, Rows
+from kvtide.tiers.files import read_fully, write_fully
 from kvtide.units import MiB
 
 
@@ -159,7 +159,7 @@ def joined(columns: Columns | None, rows: Rows | None) -> Columns:
         return tables.from_rows(rows.kinds, rows.kept.values()) if rows else Columns()
     if rows is None:
         return columns
-    kinds: dict[int, Kind] = dict(enumerate(columns.kinds))
+    kinds = dict(enumerate(columns.kinds))
     kept = {one.offset_bytes: one for one in kept_of(columns)}
     shift = len(kinds)
     kinds.update({number + shift: kind for number, kind in rows.kinds.items()})

@@ -38,10 +38,10 @@ from kvtide.tiers.disk.directory import (
     Directory,
     parsed_name,
 )
-from kvtide.tiers.disk.files import FileSize
 from kvtide.tiers.disk.intake import LazyCatalog
 from kvtide.tiers.disk.sealing import Scratch
 from kvtide.tiers.disk.space import FLOOR_BYTES, FLOOR_RATIO, PAGE, Segment, Space
+from kvtide.tiers.files import FileSize
 from kvtide.units import format_bytes
 
 logger = logging.getLogger("kvtide.disk")
