@@ -166,6 +166,18 @@ def test_no_life_ends_while_a_record_of_it_is_sent(tmp_path: Path, by: str) -> N
         assert list(rows) == [slow.key]
 
 
+def test_a_store_that_begins_again_is_one(tmp_path: Path) -> None:
+    """As where a slot has moved, and it is not known what was heard there."""
+    record = chain_of(root_of(), LARGE, text(1, 4))[0]
+    with redis_servers.running("valkey", tmp_path / "server") as server:
+        with session_of(server) as session:
+            life = begin(session, record, b"w" * 16).life
+            assert begin(session, record, b"w" * 16).life == life
+            sent = session._index.complete(record, b"w" * 16, life, ())
+            session._index.completed(sent, record, b"w" * 16)
+        assert check_index(server) == 1
+
+
 def test_stores_that_never_end_leave_no_numbers(tmp_path: Path) -> None:
     """Of a salt that nobody stored anything of but a writer that was killed."""
     lost = chain_of(root_of(salt="lost"), LARGE, text(1, 4))[0]

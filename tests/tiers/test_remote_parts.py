@@ -46,11 +46,14 @@ def test_cut_gives_each_byte_once_and_in_order(shards: list[int], cuts: list[flo
 
 @pytest.mark.parametrize("blocks", [1, 3, 4])
 @pytest.mark.parametrize(
-    "cell_bytes", [(4096,), (4096, 8192), (256 * KiB,), (2 * MiB, 4096, 600 * KiB)], ids=str
+    "cell_bytes",
+    [(4096,), (4096, 8192), (256 * KiB,), (2 * MiB, 4096, 600 * KiB), (510 * 4096, 8192)],
+    ids=str,
 )
 def test_which_parts_have_headers_is_known_from_the_layout(
     cell_bytes: tuple[int, ...], blocks: int
 ) -> None:
+    """Also where one begins in the middle of a header."""
     record = chain_of(root_of(), layout_of(*cell_bytes), text(1, blocks))[0]
     headers = parts.empty_headers(record)
     cells = [memoryview(bytes(blocks * one)) for one in cell_bytes]
