@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from kvtide.codec.row import Seal
+from kvtide.codec.passing import HeaderWriter
 from kvtide.errors import PlaceFailed
 from kvtide.tiers.base import StoreOutcome
 from kvtide.tiers.redis.index import Begun, GivenUp, Index, IndexAnswer, Sent
@@ -173,12 +173,12 @@ class Stores:
         lengths = parts.lengths_of(record)
         names = self._index.names(put.write_id, len(lengths))
         headers = parts.empty_headers(record)
-        seal = Seal(record, put.write_id, headers)
+        writer = HeaderWriter(record, put.write_id, headers)
         asked, last = [], []
         cut = parts.cut(headers, put.cells, lengths)
         have_headers = parts.have_headers(record.layout, record.blocks)
         for name, pieces, has_header in zip(names, cut, have_headers, strict=True):
-            seal.passed(pieces)
+            writer.passed(pieces)
             if has_header:
                 last.append((name, pieces))
             else:
