@@ -89,8 +89,8 @@ Op: TypeAlias = AskOp | LoadOp | StoreOp | ClearOp | ProbeOp | SweepOp
 
 @dataclass(slots=True)
 class Ended:
-    """How an operation ended: with `error`, or as it says. `is_told`: it is the error of another
-    one, too, which tells of it."""
+    """How an operation ended: with `error`, or as it says. `is_told`: it does not tell whether the
+    place works; it was not asked, or another operation has the same error and tells of it."""
 
     op: Op
     error: PlaceFailed | None = None
@@ -312,7 +312,8 @@ class Workers:
         match op:
             case AskOp(job):
                 found, may_go_on = session.find(job)
-                return Ended(op, found=found, may_go_on=may_go_on)
+                is_told = session.answers_lookups  # which says nothing of the place
+                return Ended(op, is_told=is_told, found=found, may_go_on=may_go_on)
             case LoadOp(job):
                 return Ended(op, outcome=session.load(job.record, job.cells))
             case ProbeOp():
