@@ -1,0 +1,200 @@
+"""Looks at names: what is new with each survey, all there are once an hour, a page at a time.
+
+A look at what is new begins `LAG_MS` before the newest stamp that is known: a store takes a moment
+from its stamp to its object. What it misses all the same, such as what a node wrote whose clock is
+far behind, and what a server evicted by itself, the look at everything finds.
+"""
+
+import time
+from collections.abc import Sequence
+
+from kvtide.codec.record import HEADER_BYTES_MAX, WRITE_ID_BYTES, read_header
+from kvtide.core.keys import KEY_BYTES
+from kvtide.errors import CorruptRecord, UnknownFormat
+from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.s3 import names
+from kvtide.tiers.s3.client import LISTED_MAX, Client, Listed
+from kvtide.tiers.s3.mirror import Mirror
+from kvtide.tiers.s3.names import Message
+
+LAG_MS = 60_000
+ROOM_S_MAX = 120.0
+"""A claim of room counts for so long: twice what its owner believes in it."""
+LOOK_S = 3600.0
+GONE_S_MAX = 600.0
+"""So long a list of what is gone stays: each node has seen it by then, or looks at everything."""
+GONE_ID_BYTES = KEY_BYTES + WRITE_ID_BYTES
+DELETED_MAX = 250
+"""Records whose objects are deleted together."""
+
+
+class Listing:
+    """One session's. Ownership: its thread."""
+
+    def __init__(self, client: Client, mirror: Mirror, writer: str) -> None:
+        self.is_first = True
+        """Whether not everything was looked at yet."""
+        self.others_bytes = 0
+        """Room that others have claimed."""
+        self._client = client
+        self._mirror = mirror
+        self._writer = writer
+        self._seen: set[str] = set()
+        self._folder = ""
+        self._after = ""
+        self._began_at = 0
+        self._look_s = -LOOK_S
+        self._old_clears: list[tuple[str, Message]] = []
+        self._clears_then: list[tuple[str, Message]] = []
+
+    # ---- what is new
+
+    async def refresh(self) -> None:
+        """Read what nodes tell, and the names that are new."""
+        await self._read_messages()
+        newest = self._mirror.newest or self._mirror.next_stamp()
+        after = f"{self._mirror.top}/r/{max(0, newest - LAG_MS):012x}"
+        while True:
+            page = await self._client.listed(f"{self._mirror.top}/r", after)
+            await self._take_in(page)
+            if len(page) < LISTED_MAX:
+                return
+            after = page[-1].name
+
+    async def _read_messages(self) -> None:
+        top, after = self._mirror.top, ""
+        listed: list[Listed] = []
+        while True:
+            page = await self._client.listed(f"{top}/m", after)
+            listed += page
+            if len(page) < LISTED_MAX:
+                break
+            after = page[-1].name
+        now_s = max((one.at_s for one in listed), default=0.0)
+        seen, old, self.others_bytes, self._old_clears = self._seen, [], 0, []
+        self._seen = {one.name for one in listed}
+        for one in listed:
+            message = names.parse_message(top, one.name)
+            age_s = now_s - one.at_s
+            if message is None:
+                continue
+            if message.what == "room" and message.writer != self._writer:
+                if age_s > ROOM_S_MAX:
+                    old.append(one.name)
+                else:
+                    self.others_bytes += message.room_bytes
+            elif message.what == "clear":
+                self._old_clears.append((one.name, message))
+                if one.name not in seen:
+                    self._mirror.clear(message)
+            elif message.what == "gone":
+                if one.name not in seen and message.writer != self._writer:
+                    await self._read_gone(one.name)
+                if age_s > GONE_S_MAX:
+                    old.append(one.name)
+        await self._client.delete(old)
+
+    async def _read_gone(self, name: str) -> None:
+        content = await self._client.get(name, DELETED_MAX * GONE_ID_BYTES)
+        for at in range(0, len(content or b""), GONE_ID_BYTES):
+            assert content is not None
+            one = bytes(content[at : at + GONE_ID_BYTES])
+            self._mirror.removed_by_others(one[:KEY_BYTES], one[KEY_BYTES:])
+
+    async def _take_in(self, page: Sequence[Listed]) -> None:
+        top = self._mirror.top
+        for one in page:
+            written = names.parse_record(top, one.name)
+            if written is not None and (
+                written.kind in self._mirror.kinds or await self._learn(one.name, written.kind)
+            ):
+                self._mirror.take_in(written)
+
+    async def _learn(self, name: str, kind: bytes) -> bool:
+        """What a kind stands for, which a header of it says; whether it does."""
+        start = await self._client.get_start(name, HEADER_BYTES_MAX)
+        if start is None:
+            return False
+        try:
+            record = read_header(start).record
+        except (CorruptRecord, UnknownFormat):
+            return False
+        if names.kind_of(record.root, record.layout) != kind:
+            return False
+        self._mirror.kinds[kind] = Kind(record.root, record.layout)
+        return True
+
+    # ---- everything
+
+    def begin_look(self) -> None:
+        """Look at all names from now on, if it is time."""
+        now_s = time.monotonic()
+        if not self._folder and now_s - self._look_s >= LOOK_S:
+            self._look_s, self._folder, self._after = now_s, "r", ""
+            self._began_at = self._mirror.newest - LAG_MS
+            self._clears_then = list(self._old_clears)
+            self._mirror.begin_look()
+
+    async def look(self) -> bool:
+        """At the next page; whether there is more."""
+        if not self._folder:
+            return False
+        page = await self._client.listed(f"{self._mirror.top}/{self._folder}", self._after)
+        if self._folder == "r":
+            await self._take_in(page)
+        else:
+            await self._delete_lost(page)
+        if len(page) == LISTED_MAX:
+            self._after = page[-1].name
+        elif self._folder == "r":
+            self._mirror.end_look(self._began_at)
+            await self._end_clears()
+            self._folder, self._after, self.is_first = "p", "", False
+        else:
+            self._folder = ""
+        return bool(self._folder)
+
+    async def _end_clears(self) -> None:
+        """What they mean was given up: by the time that they are gone, its objects are, too."""
+        while await self.delete_victims():
+            pass
+        old = [(name, one) for name, one in self._clears_then if one.stamp < self._began_at]
+        await self._client.delete([name for name, _ in old])
+        for _, message in old:
+            self._mirror.forget_clear(message)
+
+    async def _delete_lost(self, page: Sequence[Listed]) -> None:
+        """Parts that a killed writer left."""
+        lost = []
+        for one in page:
+            part = names.parse_part(self._mirror.top, one.name)
+            if part is not None and part[0] < self._began_at:
+                _, write_id, key = part
+                if not self._mirror.is_known(write_id, key):
+                    lost.append(one.name)
+        await self._client.delete(lost)
+
+    # ---- what goes
+
+    async def delete_victims(self) -> bool:
+        """Some of them; whether there were any. Others are told."""
+        victims = self._mirror.take_victims(DELETED_MAX)
+        if not victims:
+            return False
+        top = self._mirror.top
+        try:
+            await self._client.delete(
+                [
+                    name
+                    for one in victims
+                    for name in names.names_of(top, one.written, one.kind.layout)
+                ]
+            )
+        except BaseException:
+            self._mirror.not_deleted(victims)
+            raise
+        self._mirror.deleted(victims)
+        told = b"".join(one.written.key + one.written.write_id for one in victims)
+        message = Message(self._mirror.next_stamp(), self._writer, "gone")
+        await self._client.put(names.message_name(top, message), [told])
+        return True
