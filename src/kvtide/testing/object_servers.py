@@ -26,7 +26,7 @@ START_S_MAX = 60.0
 SERVERS = Path(os.environ.get("KVTIDE_TEST_SERVERS", sys.prefix))
 """Where `scripts/setup` installs them."""
 BUCKET = "records"
-ACCESS_KEY, SECRET_KEY = "AKIAKVTIDETESTS00", "a secret of tests, 32 characters"
+ACCESS_KEY, SECRET_KEY = "AKIAKVTIDETESTS00", "aSecretOfTestsAndOfNothingElse"
 REGION = "us-east-1"
 
 

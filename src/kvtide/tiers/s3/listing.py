@@ -6,7 +6,9 @@ far behind, and what a server evicted by itself, the look at everything finds.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 
 from kvtide.codec.record import HEADER_BYTES_MAX, WRITE_ID_BYTES, read_header
 from kvtide.core.keys import KEY_BYTES
@@ -24,6 +26,8 @@ LOOK_S = 3600.0
 GONE_S_MAX = 600.0
 """So long a list of what is gone stays: each node has seen it by then, or looks at everything."""
 GONE_ID_BYTES = KEY_BYTES + WRITE_ID_BYTES
+TOLD_MAX = 2048
+"""Latest records that a list of what is gone names: more than a node deletes between two looks."""
 DELETED_MAX = 250
 """Records whose objects are deleted together."""
 
@@ -40,6 +44,8 @@ class Listing:
         self._mirror = mirror
         self._writer = writer
         self._seen: set[str] = set()
+        self._told: deque[bytes] = deque(maxlen=TOLD_MAX)
+        self._told_names: list[str] = []
         self._folder = ""
         self._after = ""
         self._began_at = 0
@@ -95,7 +101,7 @@ class Listing:
         await self._client.delete(old)
 
     async def _read_gone(self, name: str) -> None:
-        content = await self._client.get(name, DELETED_MAX * GONE_ID_BYTES)
+        content = await self._client.get(name, TOLD_MAX * GONE_ID_BYTES)
         for at in range(0, len(content or b""), GONE_ID_BYTES):
             assert content is not None
             one = bytes(content[at : at + GONE_ID_BYTES])
@@ -182,19 +188,15 @@ class Listing:
         if not victims:
             return False
         top = self._mirror.top
+        objects = [names.names_of(top, one.written, one.kind.layout) for one in victims]
         try:
-            await self._client.delete(
-                [
-                    name
-                    for one in victims
-                    for name in names.names_of(top, one.written, one.kind.layout)
-                ]
-            )
+            await self._client.delete([*chain.from_iterable(objects), *self._told_names])
         except BaseException:
             self._mirror.not_deleted(victims)
             raise
         self._mirror.deleted(victims)
-        told = b"".join(one.written.key + one.written.write_id for one in victims)
+        self._told.extend(one.written.key + one.written.write_id for one in victims)
         message = Message(self._mirror.next_stamp(), self._writer, "gone")
-        await self._client.put(names.message_name(top, message), [told])
+        self._told_names = [names.message_name(top, message)]
+        await self._client.put(self._told_names[0], [b"".join(self._told)])
         return True
