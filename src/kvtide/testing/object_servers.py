@@ -118,8 +118,7 @@ def rclone(directory: Path) -> Server:
     port = free_port()
     found = SERVERS / "bin" / "rclone"
     assert found.exists(), "rclone is missing: run scripts/setup"
-    options = ["--addr", f"127.0.0.1:{port}", "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"]
-    options += ["--dir-cache-time", "0", "--config", "", str(directory / "data")]
+    options = ["--addr", f"127.0.0.1:{port}", "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", str(directory / "data")]
     return Server([str(found), "serve", "s3", *options], directory, port)
 
 
