@@ -1,8 +1,11 @@
 """Calls to a bucket, by obstore: the only file that knows it.
 
-A call that a caller gives up (its task is cancelled) is broken off, and then writes to no cell: the
-library receives into memory of its own, which is copied to the cells once, by the caller's thread.
-The library's own retries are off: what fails is the breaker's to judge, throttling too.
+    put      a row of cells and headers ──► an object      sent from where they are
+    get      an object ──► received by the library ──► cells      one copy, by the caller's thread
+
+A call that its caller gives up (its task is cancelled) is broken off, and writes to no cell then.
+The library's own retries are off: whether a place that fails is asked again is the breaker's to
+say, where it throttles too.
 """
 
 import asyncio
@@ -25,6 +28,8 @@ LISTED_MAX = 1000
 REASON_CHARS_MAX = 300
 _STEADY: dict[str, Any] = {"allow_http": True, "http1_only": True}
 """A connection for each call under way: one that stalls holds up no other."""
+_FAILURES = (BaseError, OSError, ValueError)
+"""What the library raises: FileNotFoundError, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,13 @@ class Listed:
 class Client:
     """A bucket. Any thread may call, each from a loop of its own.
 
+    Args:
+        bucket: its name.
+        config: of the place, in obstore's words.
+        connection: of connections, the same.
+        limit_s: no request takes longer; callers set shorter limits by themselves.
+        credentials: gives what is signed with, where the library shall not look for it itself.
+
     Raises:
         ConfigError: what was configured cannot be used.
     """
@@ -50,24 +62,26 @@ class Client:
         limit_s: float,
         credentials: Any = None,
     ) -> None:
-        """`config` and `connection` are in obstore's words; no call takes longer than `limit_s`."""
-        options: dict[str, Any] = {**_STEADY, "timeout": timedelta(seconds=limit_s), **connection}
+        """Nothing is asked yet."""
+        known: Any = {"unsigned_payload": True, **config}
+        options: Any = {**_STEADY, "timeout": timedelta(seconds=limit_s), **connection}
         try:
             self._store = S3Store(
                 bucket,
-                config={"unsigned_payload": True, **config},  # type: ignore[typeddict-item]
-                client_options=options,  # type: ignore[arg-type]
+                config=known,
+                client_options=options,
                 retry_config={"max_retries": 0},
                 credential_provider=credentials,
             )
-        except (BaseError, ValueError) as error:
+        except _FAILURES as error:
             raise ConfigError(f"it cannot be opened: {_reason(error)}") from error
 
     async def put(self, name: str, pieces: Sequence[memoryview | bytes]) -> None:
         """Make an object of these bytes."""
+        content: Any = list(pieces)
         try:
-            await obstore.put_async(self._store, name, list(pieces), use_multipart=False)
-        except (BaseError, OSError, ValueError) as error:
+            await obstore.put_async(self._store, name, content, use_multipart=False)
+        except _FAILURES as error:
             raise PlaceFailed(_reason(error)) from error
 
     async def get_into(self, name: str, pieces: Sequence[memoryview]) -> bool:
@@ -96,25 +110,27 @@ class Client:
         """
         try:
             answer = await obstore.get_async(self._store, name)
-            if answer.meta["size"] > bytes_max:
-                raise CorruptRecord(f"an object has {answer.meta['size']} bytes")
-            return memoryview(await answer.bytes_async())
-        except (BaseError, OSError, ValueError) as error:
+            length_bytes = answer.meta["size"]
+            if length_bytes > bytes_max:
+                raise CorruptRecord(f"an object has {length_bytes} bytes, at most {bytes_max}")
+            content: Any = await answer.bytes_async()
+        except _FAILURES as error:
             if _is_absence(error):
                 return None
             raise PlaceFailed(_reason(error)) from error
+        return memoryview(content)
 
-    async def get_start(self, name: str, length: int) -> memoryview | None:
-        """The first bytes of an object, so many at most; None: it is not there. Where a server
-        answers with all of it, as some do, no more than these are taken."""
+    async def get_start(self, name: str, length_bytes: int) -> memoryview | None:
+        """The first bytes of an object, so many at most; None: it is not there. No range is asked
+        for, which some servers answer with all there is: no more is received than is taken."""
         start = bytearray()
         try:
             answer = await obstore.get_async(self._store, name)
-            async for content in answer.stream(min_chunk_size=length):
-                start += memoryview(content)[: length - len(start)]
-                if len(start) == length:
+            async for content in answer.stream(min_chunk_size=length_bytes):
+                start += memoryview(content)[: length_bytes - len(start)]
+                if len(start) == length_bytes:
                     break
-        except (BaseError, OSError, ValueError) as error:
+        except _FAILURES as error:
             if _is_absence(error):
                 return None
             raise PlaceFailed(_reason(error)) from error
@@ -122,28 +138,29 @@ class Client:
 
     async def delete(self, names: Sequence[str]) -> None:
         """Remove objects; one that is not there is no error."""
-        for at in range(0, len(names), LISTED_MAX):
-            try:
-                await obstore.delete_async(self._store, list(names[at : at + LISTED_MAX]))
-            except (BaseError, OSError, ValueError) as error:
-                if not _is_absence(error):
-                    raise PlaceFailed(_reason(error)) from error
+        if not names:
+            return
+        try:
+            await obstore.delete_async(self._store, list(names))
+        except _FAILURES as error:
+            if not _is_absence(error):
+                raise PlaceFailed(_reason(error)) from error
 
     async def listed(self, folder: str, after: str = "") -> list[Listed]:
         """The next names in a folder, in order; fewer than `LISTED_MAX`: there are no more."""
         try:
-            stream = obstore.list(
+            pages = obstore.list(
                 self._store, folder, offset=after or None, chunk_size=LISTED_MAX
             )
-            async for page in stream:
+            async for page in pages:
                 return [Listed(one["path"], one["last_modified"].timestamp()) for one in page]
-        except (BaseError, OSError, ValueError) as error:
+        except _FAILURES as error:
             raise PlaceFailed(_reason(error)) from error
         return []
 
 
 async def gathered(calls: "Sequence[asyncio.Future[Any]]", *, are_needed: bool = True) -> None:
-    """Until all have ended; if one fails, or none is needed, all are broken off first."""
+    """Until all have ended; where one fails, or none is needed, the others are broken off."""
     try:
         if are_needed:
             await asyncio.gather(*calls)
@@ -154,7 +171,7 @@ async def gathered(calls: "Sequence[asyncio.Future[Any]]", *, are_needed: bool =
 
 
 def _is_absence(error: Exception) -> bool:
-    """Whether the object is not there: a bucket that is not there fails."""
+    """Whether the object is not there; a bucket that is not there is a failure."""
     return isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error)
 
 

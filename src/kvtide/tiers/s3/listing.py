@@ -1,8 +1,12 @@
-"""Looks at names: what is new with each survey, all there are once an hour, a page at a time.
+"""Looks at names: at what is new with each survey, at all there are once an hour, a page at a time.
 
-A look at what is new begins `LAG_MS` before the newest stamp that is known: a store takes a moment
-from its stamp to its object. What it misses all the same, such as what a node wrote whose clock is
-far behind, and what a server evicted by itself, the look at everything finds.
+    TOP/m   what nodes tell: room that they take, what is gone, what was cleared
+    TOP/r   records; what is new begins `LAG_MS` before the newest stamp that is known
+    TOP/p   their other parts, looked at for what killed writers left
+
+A store takes a moment from its stamp to its object, so a look at what is new begins that far back.
+What it misses all the same (written by a node whose clock is far behind, or evicted by the server
+itself), the look at everything finds, which is made when a place works again, too.
 """
 
 import time
@@ -14,15 +18,17 @@ from kvtide.codec.record import HEADER_BYTES_MAX, WRITE_ID_BYTES, read_header
 from kvtide.core.keys import KEY_BYTES
 from kvtide.errors import CorruptRecord, UnknownFormat
 from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.remote.kinds import kind_of
 from kvtide.tiers.s3 import names
 from kvtide.tiers.s3.client import LISTED_MAX, Client, Listed
 from kvtide.tiers.s3.mirror import Mirror
 from kvtide.tiers.s3.names import Message
 
 LAG_MS = 60_000
+"""Several times what a store may take, and what clocks differ by."""
+LOOK_S = 3600.0
 ROOM_S_MAX = 120.0
 """A claim of room counts for so long: twice what its owner believes in it."""
-LOOK_S = 3600.0
 GONE_S_MAX = 600.0
 """So long a list of what is gone stays: each node has seen it by then, or looks at everything."""
 GONE_ID_BYTES = KEY_BYTES + WRITE_ID_BYTES
@@ -37,7 +43,7 @@ class Listing:
 
     def __init__(self, client: Client, mirror: Mirror, writer: str) -> None:
         self.is_first = True
-        """Whether not everything was looked at yet."""
+        """Whether not all records were looked at yet."""
         self.others_bytes = 0
         """Room that others have claimed."""
         self._client = client
@@ -50,8 +56,8 @@ class Listing:
         self._after = ""
         self._began_at = 0
         self._look_s = -LOOK_S
-        self._old_clears: list[tuple[str, Message]] = []
-        self._clears_then: list[tuple[str, Message]] = []
+        self._clears: list[tuple[str, Message]] = []
+        self._ending: list[tuple[str, Message]] = []
 
     # ---- what is new
 
@@ -76,48 +82,44 @@ class Listing:
             if len(page) < LISTED_MAX:
                 break
             after = page[-1].name
-        now_s = max((one.at_s for one in listed), default=0.0)
-        seen, old, self.others_bytes, self._old_clears = self._seen, [], 0, []
-        self._seen = {one.name for one in listed}
-        for one in listed:
-            message = names.parse_message(top, one.name)
+        now_s = max((one.at_s for one in listed), default=0.0)  # by the server's own clock
+        told = [(one, names.parse_message(top, one.name)) for one in listed]
+        others_bytes, old = 0, []
+        clears: list[tuple[str, Message]] = []
+        for one, message in told:
             age_s = now_s - one.at_s
-            if message is None:
+            if message is None or (message.writer == self._writer and message.what != "clear"):
                 continue
-            if message.what == "room" and message.writer != self._writer:
-                if age_s > ROOM_S_MAX:
-                    old.append(one.name)
-                else:
-                    self.others_bytes += message.room_bytes
-            elif message.what == "clear":
-                self._old_clears.append((one.name, message))
-                if one.name not in seen:
-                    self._mirror.clear(message)
-            elif message.what == "gone":
-                if one.name not in seen and message.writer != self._writer:
-                    await self._read_gone(one.name)
-                if age_s > GONE_S_MAX:
-                    old.append(one.name)
+            if message.what == "clear":
+                clears.append((one.name, message))
+            elif age_s > (ROOM_S_MAX if message.what == "room" else GONE_S_MAX):
+                old.append(one.name)
+            elif message.what == "room":
+                others_bytes += message.room_bytes
+            elif one.name not in self._seen:
+                await self._read_gone(one.name)
+        self.others_bytes, self._clears = others_bytes, clears
+        self._seen = {one.name for one in listed}
+        self._mirror.heed([message for _, message in clears])
         await self._client.delete(old)
 
     async def _read_gone(self, name: str) -> None:
         content = await self._client.get(name, TOLD_MAX * GONE_ID_BYTES)
-        for at in range(0, len(content or b""), GONE_ID_BYTES):
-            assert content is not None
-            one = bytes(content[at : at + GONE_ID_BYTES])
-            self._mirror.removed_by_others(one[:KEY_BYTES], one[KEY_BYTES:])
+        gone = b"" if content is None else bytes(content)
+        for at in range(0, len(gone), GONE_ID_BYTES):
+            key_ends = at + KEY_BYTES
+            self._mirror.removed_by_others(gone[at:key_ends], gone[key_ends : at + GONE_ID_BYTES])
 
     async def _take_in(self, page: Sequence[Listed]) -> None:
-        top = self._mirror.top
         for one in page:
-            written = names.parse_record(top, one.name)
-            if written is not None and (
-                written.kind in self._mirror.kinds or await self._learn(one.name, written.kind)
-            ):
+            written = names.parse_record(self._mirror.top, one.name)
+            if written is None:
+                continue
+            if written.kind in self._mirror.kinds or await self._learn(one.name, written.kind):
                 self._mirror.take_in(written)
 
     async def _learn(self, name: str, kind: bytes) -> bool:
-        """What a kind stands for, which a header of it says; whether it does."""
+        """What a kind stands for, which the header of each of its records says; whether it does."""
         start = await self._client.get_start(name, HEADER_BYTES_MAX)
         if start is None:
             return False
@@ -125,12 +127,16 @@ class Listing:
             record = read_header(start).record
         except (CorruptRecord, UnknownFormat):
             return False
-        if names.kind_of(record.root, record.layout) != kind:
+        if kind_of(record.root, record.layout) != kind:
             return False
         self._mirror.kinds[kind] = Kind(record.root, record.layout)
         return True
 
     # ---- everything
+
+    def look_again(self) -> None:
+        """The place has failed: who knows what it has forgotten."""
+        self._look_s = -LOOK_S
 
     def begin_look(self) -> None:
         """Look at all names from now on, if it is time."""
@@ -138,11 +144,11 @@ class Listing:
         if not self._folder and now_s - self._look_s >= LOOK_S:
             self._look_s, self._folder, self._after = now_s, "r", ""
             self._began_at = self._mirror.newest - LAG_MS
-            self._clears_then = list(self._old_clears)
+            self._ending = [one for one in self._clears if one[1].stamp < self._began_at]
             self._mirror.begin_look()
 
     async def look(self) -> bool:
-        """At the next page; whether there is more."""
+        """At the next page; whether there is more. Nothing waits to be deleted."""
         if not self._folder:
             return False
         page = await self._client.listed(f"{self._mirror.top}/{self._folder}", self._after)
@@ -154,30 +160,22 @@ class Listing:
             self._after = page[-1].name
         elif self._folder == "r":
             self._mirror.end_look(self._began_at)
-            await self._end_clears()
             self._folder, self._after, self.is_first = "p", "", False
         else:
+            # All that was cleared before this look began was seen by it, and deleted since.
+            await self._client.delete([name for name, _ in self._ending])
             self._folder = ""
         return bool(self._folder)
-
-    async def _end_clears(self) -> None:
-        """What they mean was given up: by the time that they are gone, its objects are, too."""
-        while await self.delete_victims():
-            pass
-        old = [(name, one) for name, one in self._clears_then if one.stamp < self._began_at]
-        await self._client.delete([name for name, _ in old])
-        for _, message in old:
-            self._mirror.forget_clear(message)
 
     async def _delete_lost(self, page: Sequence[Listed]) -> None:
         """Parts that a killed writer left."""
         lost = []
         for one in page:
             part = names.parse_part(self._mirror.top, one.name)
-            if part is not None and part[0] < self._began_at:
-                _, write_id, key = part
-                if not self._mirror.is_known(write_id, key):
-                    lost.append(one.name)
+            if part is None or part.stamp >= self._began_at:
+                continue
+            if not self._mirror.is_known(part.write_id, part.key):
+                lost.append(one.name)
         await self._client.delete(lost)
 
     # ---- what goes

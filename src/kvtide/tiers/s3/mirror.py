@@ -17,13 +17,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtide.codec.record import stored_bytes
+from kvtide.core.keys import INNER_DIGEST_BYTES
 from kvtide.core.records import Record
 from kvtide.tiers.base import LookupJob, StoreOutcome
 from kvtide.tiers.disk.rows import Kind
 from kvtide.tiers.remote.census import Census
-from kvtide.tiers.s3 import names
+from kvtide.tiers.remote.kinds import kind_of
 from kvtide.tiers.s3.names import Message, Written
-from kvtide.tiers.scope import Scope
 from kvtide.tiers.shared_dir.journal import KeptRow
 from kvtide.tiers.shared_dir.view import Row, View
 
@@ -139,7 +139,7 @@ class Mirror:
     def take_in(self, written: Written) -> None:
         """A name was seen, whose kind is known."""
         kind = self.kinds[written.kind]
-        blocks = len(written.digests) // names.INNER_DIGEST_BYTES
+        blocks = len(written.digests) // INNER_DIGEST_BYTES
         length_bytes = stored_bytes(kind.layout, blocks)
         with self.lock:
             self.newest = max(self.newest, written.stamp)
@@ -151,10 +151,7 @@ class Mirror:
                 return
             new = Held(written, kind, length_bytes, self._looks)
             self.used_bytes += length_bytes
-            is_cleared = any(
-                written.stamp <= clear.stamp and clear.scope is not None
-                and clear.scope.has(kind.root) for clear in self._clears
-            )
+            is_cleared = any(_means(clear, new) for clear in self._clears)
             if is_cleared or (held is not None and _age(held.written) < _age(written)):
                 self._drop(new)
                 return
@@ -170,7 +167,7 @@ class Mirror:
         rows = self._view.add(_US, held.kind, KeptRow(0, 0, of.key, of.parent, of.digests))
         for row in rows if not known else ():
             kind = row.kind.kind
-            self._census.stored(names.kind_of(kind.root, kind.layout), kind.root)
+            self._census.stored(kind_of(kind.root, kind.layout), kind.root)
 
     # ---- what goes
 
@@ -241,26 +238,23 @@ class Mirror:
 
     def clear(self, message: Message) -> int:
         """Nothing of its scope that was written before it is there any more; how many were."""
-        scope = message.scope
-        assert isinstance(scope, Scope), message
         with self.lock:
             self._clears[message] = None
             self.newest = max(self.newest, message.stamp)
-            meant = [
-                held
-                for held in self._held.values()
-                if held.written.stamp <= message.stamp and scope.has(held.kind.root)
-            ]
+            meant = [held for held in self._held.values() if _means(message, held)]
             count = sum(held.written.key in self._view.index for held in meant)
             for held in meant:
                 if held.written.key in self._held:
                     self._give_up(held.written.key)
             return count
 
-    def forget_clear(self, message: Message) -> None:
-        """What it means is gone."""
+    def heed(self, clears: Sequence[Message]) -> None:
+        """These have been cleared and may not be gone yet, as all are told."""
+        for message in clears:
+            if message not in self._clears:
+                self.clear(message)
         with self.lock:
-            self._clears.pop(message, None)
+            self._clears = dict.fromkeys(clears)
 
     # ---- the bucket
 
@@ -336,6 +330,11 @@ class Mirror:
             held = sum(one.length_bytes for one in self._held.values())
             waiting = sum(one.length_bytes for one in self._victims)
             assert held + waiting <= self.used_bytes, (held, waiting, self.used_bytes)
+
+
+def _means(clear: Message, held: Held) -> bool:
+    assert clear.scope is not None, clear
+    return held.written.stamp <= clear.stamp and clear.scope.has(held.kind.root)
 
 
 def _age(written: Written) -> tuple[int, bytes]:

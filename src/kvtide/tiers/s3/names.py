@@ -13,16 +13,15 @@ name but the one that `record_name` makes.
 
 import base64
 import binascii
-import hashlib
 import re
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
 
 from kvtide.codec.record import WRITE_ID_BYTES, stored_bytes
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.core.layout import KVLayout
-from kvtide.core.records import Record, RootName
+from kvtide.core.records import Record
+from kvtide.tiers.remote.kinds import KIND_BYTES, kind_of
 from kvtide.tiers.scope import Scope
 from kvtide.units import MiB
 
@@ -33,7 +32,6 @@ STEP_CHARS = 192
 """Of a name between two slashes: what stands on a file system has no more than 255."""
 PART_BYTES = 8 * MiB
 """Of one object: as much as one connection brings in a tenth of a second, from far away."""
-KIND_BYTES = 16
 _FIXED_BYTES = WRITE_ID_BYTES + KIND_BYTES + 2 * KEY_BYTES
 _RECORD = re.compile(r"([0-9a-f]{12})\.([A-Za-z0-9_-]{128})((?:/[A-Za-z0-9_-]+)*)")
 _PART = re.compile(r"([0-9a-f]{12})\.([A-Za-z0-9_-]{64})\.(\d{1,4})")
@@ -53,6 +51,15 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """The write that an object behind the first belongs to."""
+
+    stamp: int
+    write_id: bytes
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """What a node tells: `room` that it may take (bytes), records that are `gone` (they stand in
     the object), or what it has cleared."""
@@ -62,18 +69,6 @@ class Message:
     what: str
     room_bytes: int = 0
     scope: Scope | None = None
-
-
-@lru_cache(maxsize=1024)
-def kind_of(root: RootName, layout: KVLayout) -> bytes:
-    """16 bytes that stand for a root and a layout."""
-    running = hashlib.sha256(b"kvtide kind 1")
-    for value in (root.key, root.fingerprint, root.epoch, root.salt_digest):
-        running.update(struct.pack("<H", len(value)) + value)
-    sizes = layout.cell_bytes
-    running.update(struct.pack("<II", layout.block_tokens, layout.chunk_tokens))
-    running.update(struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes))
-    return running.digest()[:KIND_BYTES]
 
 
 def written(record: Record, stamp: int, write_id: bytes) -> Written:
@@ -109,13 +104,13 @@ def part_name(top: str, of: Written, number: int) -> str:
     return f"{top}/p/{of.stamp:012x}.{_encoded(of.write_id + of.key)}.{number}"
 
 
-def parse_part(top: str, name: str) -> tuple[int, bytes, bytes] | None:
-    """Stamp, write id and key of what it is a part of; None: it is no such name."""
+def parse_part(top: str, name: str) -> Part | None:
+    """Whose part it is; None: it is no such name."""
     match = _PART.fullmatch(name.removeprefix(f"{top}/p/"))
     if match is None:
         return None
     both = _decoded(match[2])
-    return int(match[1], 16), both[:WRITE_ID_BYTES], both[WRITE_ID_BYTES:]
+    return Part(int(match[1], 16), both[:WRITE_ID_BYTES], both[WRITE_ID_BYTES:])
 
 
 def part_lengths(layout: KVLayout, blocks: int) -> list[int]:

@@ -10,6 +10,7 @@ with each survey what is new, and now and then all names, a page at a time betwe
 
 import asyncio
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -257,19 +258,21 @@ class S3Session:
         await self._listing.refresh()  # later than all that is there
         message = Message(self._mirror.next_stamp(), self._writer, "clear", scope=scope)
         await self._client.put(message_name(self._mirror.top, message), [b""])
-        return self._mirror.clear(message)
+        count = self._mirror.clear(message)
+        await self._delete_victims()  # all of a small one; the others are swept
+        return count
 
     async def _survey(self) -> None:
-        await self._listing.refresh()
+        try:
+            await self._listing.refresh()
+        except BaseException:
+            self._listing.look_again()
+            raise
         self._listing.begin_look()
-        until_s = self._loop_time() + FIRST_LOOK_S
-        while self._listing.is_first and await self._listing.look():
-            if self._loop_time() > until_s:
-                break
+        until_s = time.monotonic() + FIRST_LOOK_S
+        while self._listing.is_first and time.monotonic() < until_s:
+            await self._sweep()
         self._mirror.tell_all()
-
-    def _loop_time(self) -> float:
-        return asyncio.get_running_loop().time()
 
     async def _sweep(self) -> bool:
         if await self._delete_victims():
