@@ -1,7 +1,7 @@
 """Looks at names: at what is new with each survey, at all there are once an hour, a page at a time.
 
     TOP/m   what nodes tell: room that they take, what is gone, what was cleared
-    TOP/r   records; what is new begins `LAG_MS` before the newest stamp that is known
+    TOP/r   records; what is new begins `LAG_MS` before the last look at it
     TOP/p   their other parts, looked at for what killed writers left
 
 A store takes a moment from its stamp to its object, so a look at what is new begins that far back.
@@ -55,6 +55,7 @@ class Listing:
         self._folder = ""
         self._after = ""
         self._began_at = 0
+        self._listed_to = 0
         self._look_s = -LOOK_S
         self._clears: list[tuple[str, Message]] = []
         self._ending: list[tuple[str, Message]] = []
@@ -64,14 +65,16 @@ class Listing:
     async def refresh(self) -> None:
         """Read what nodes tell, and the names that are new."""
         await self._read_messages()
-        newest = self._mirror.newest or self._mirror.next_stamp()
-        after = f"{self._mirror.top}/r/{max(0, newest - LAG_MS):012x}"
+        began_at = self._mirror.next_stamp()
+        first = (self._listed_to or began_at) - LAG_MS
+        after = f"{self._mirror.top}/r/{max(0, first):012x}"
         while True:
             page = await self._client.listed(f"{self._mirror.top}/r", after)
             await self._take_in(page)
             if len(page) < LISTED_MAX:
-                return
+                break
             after = page[-1].name
+        self._listed_to = began_at
 
     async def _read_messages(self) -> None:
         top, after = self._mirror.top, ""
@@ -94,6 +97,8 @@ class Listing:
                 clears.append((one.name, message))
             elif age_s > (ROOM_S_MAX if message.what == "room" else GONE_S_MAX):
                 old.append(one.name)
+                if message.what == "room":
+                    self.look_again()  # it may have been killed while it stored
             elif message.what == "room":
                 others_bytes += message.room_bytes
             elif one.name not in self._seen:

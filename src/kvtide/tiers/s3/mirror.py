@@ -178,6 +178,18 @@ class Mirror:
             if held is not None and held.written.write_id == written.write_id:
                 self._give_up(written.key)
 
+    def failed(self, record: Record, written: Written) -> None:
+        """A store ended halfway: what there may be of it is to go."""
+        with self.lock:
+            held = self._held.get(written.key)
+            if held is not None and held.written == written:
+                self._give_up(written.key)
+                return
+            length_bytes = stored_bytes(record.layout, record.blocks)
+            self.used_bytes += length_bytes
+            kind = Kind(record.root, record.layout)
+            self._drop(Held(written, kind, length_bytes, self._looks))
+
     def removed_by_others(self, key: bytes, write_id: bytes) -> None:
         """Somebody has deleted this write."""
         with self.lock:

@@ -191,9 +191,11 @@ class S3Session:
                 await self._end(ended)
             await self._delete_victims()
         finally:
-            calls = [one.sending for one in under_way if one.sending is not None]
+            begun = [one for one in under_way if one.sending is not None]
             under_way.clear()
-            await gathered(calls, are_needed=False)
+            await gathered([one.sending for one in begun if one.sending], are_needed=False)
+            for one in begun:
+                self._mirror.failed(one.put.record, one.written)
 
     def _taken(self, put: Put) -> _UnderWay:
         record = put.record
