@@ -4,17 +4,16 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import obstore
 import pytest
 
 from kvtide.core.records import Record
 from kvtide.testing import object_servers
+from kvtide.testing.object_servers import Server
 from kvtide.testing.proxy import Proxy
 from kvtide.testing.tier_suite import TierTests
 from kvtide.tiers.base import Tier
 from kvtide.tiers.remote.tier import RemoteTier
-from kvtide.tiers.s3 import names
-from tests.tiers.s3_place import QUEUE_BYTES_MAX, TOP, open_s3
+from tests.tiers.s3_place import QUEUE_BYTES_MAX, Bucket, open_s3
 
 
 class S3Tests(TierTests):
@@ -24,14 +23,21 @@ class S3Tests(TierTests):
     program: str
     queue_bytes_max = QUEUE_BYTES_MAX
     running_max = 12
+    """Two loads, what one session stores at a time, and what it was given ahead."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+        with object_servers.running(cls.program, tmp_path_factory.mktemp(cls.program)) as server:
+            yield server
 
     @pytest.fixture(autouse=True)
-    def _server(self, tmp_path: Path) -> Iterator[None]:
-        with object_servers.running(self.program, tmp_path / "server") as server:
-            self.server = server
-            self.proxy = Proxy("127.0.0.1", server.port)
-            yield
-            self.proxy.close()
+    def _server(self, server: Server) -> Iterator[None]:
+        self.bucket = Bucket(server.port)
+        self.bucket.clear()
+        self.proxy = Proxy("127.0.0.1", server.port)
+        yield
+        self.proxy.close()
 
     def make_tier(self, tmp_path: Path, *, bytes_max: int) -> Tier:
         return open_s3(self.proxy.port, self.wake, bytes_max)
@@ -41,7 +47,7 @@ class S3Tests(TierTests):
         return open_s3(self.proxy.port, self.wake, tier.bytes_max)
 
     def bytes_taken(self, tier: Tier) -> int:
-        return self.server.bytes_taken()
+        return self.bucket.bytes_taken()
 
     def stalled(self, tier: Tier) -> AbstractContextManager[None]:
         return self.proxy.stalled()
@@ -50,18 +56,19 @@ class S3Tests(TierTests):
         return self.proxy.refusing()
 
     def damage(self, tier: Tier, record: Record) -> None:
-        """Change one byte."""
-        for name in self.server.names(f"{TOP}/r"):
-            written = names.parse_record(TOP, name)
-            if written is not None and written.key == record.key:
-                content = bytearray(obstore.get(self.server.bucket, name).bytes())
-                content[-5] ^= 1
-                obstore.put(self.server.bucket, name, bytes(content))
-
-
-class TestMoto(S3Tests):
-    program = "moto"
+        self.bucket.change(self.bucket.objects_of(record)[-1])
 
 
 class TestRclone(S3Tests):
     program = "rclone"
+
+
+@pytest.mark.slow
+class TestMoto(S3Tests):
+    program = "moto"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+class TestRadosgw(S3Tests):
+    program = "radosgw"

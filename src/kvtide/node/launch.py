@@ -33,6 +33,8 @@ KEPT_VARIABLES = (
     "XDG_CONFIG_HOME",
     "XDG_CACHE_HOME",
 )
+KEPT_BEGINNINGS = ("KVTIDE_", "AWS_")
+"""Ours, and how a node finds its way to a store that is Amazon's or like it."""
 LEFT_VARIABLES = ("KVTIDE_SALT",)
 """Ours, but not for the node: secrets of those who run commands."""
 START_S_MAX = 10.0
@@ -82,7 +84,8 @@ def _environment(runtime_dir: Path) -> dict[str, str]:
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name in KEPT_VARIABLES or (name.startswith("KVTIDE_") and name not in LEFT_VARIABLES)
+        if name in KEPT_VARIABLES
+        or (name.startswith(KEPT_BEGINNINGS) and name not in LEFT_VARIABLES)
     }
     if "PYTHONPATH" in environment:
         places = environment["PYTHONPATH"].split(os.pathsep)

@@ -67,6 +67,12 @@ class Room:
         self._left_bytes -= length_bytes
         return True
 
+    async def end_old(self) -> None:
+        """Take back a claim that does not hold any more."""
+        if self.name and time.monotonic() > self._until_s:
+            await self._client.delete([self.name])
+            self.name = ""
+
     async def _claim(self, size: int, sent_bytes: int, keep: Iterable[bytes]) -> bool:
         self._left_bytes, began_s = 0, time.monotonic()
         claimed = size + sent_bytes

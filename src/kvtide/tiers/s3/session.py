@@ -267,6 +267,7 @@ class S3Session:
     async def _survey(self) -> None:
         try:
             await self._listing.refresh()
+            await self._room.end_old()
         except BaseException:
             self._listing.look_again()
             raise
