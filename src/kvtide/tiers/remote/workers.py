@@ -312,10 +312,12 @@ class Workers:
         match op:
             case AskOp(job):
                 found, may_go_on = session.find(job)
-                is_told = session.answers_lookups  # which says nothing of the place
+                is_told = session.answers_lookups
                 return Ended(op, is_told=is_told, found=found, may_go_on=may_go_on)
             case LoadOp(job):
-                return Ended(op, outcome=session.load(job.record, job.cells))
+                outcome = session.load(job.record, job.cells)
+                is_told = session.answers_lookups and outcome is not LoadOutcome.LOADED
+                return Ended(op, outcome=outcome, is_told=is_told)
             case ProbeOp():
                 self._clear_all(session)
                 session.survey()
@@ -358,7 +360,8 @@ class Workers:
             return Put(op.job.record, op.write_id, op.job.cells)
 
         def ended(put: Put, outcome: StoreOutcome) -> None:
-            self._say(Ended(begun.pop(put.write_id), outcome=outcome))
+            is_told = session.answers_lookups and outcome is not StoreOutcome.STORED
+            self._say(Ended(begun.pop(put.write_id), outcome=outcome, is_told=is_told))
 
         try:
             self._clear_all(session)
