@@ -76,6 +76,7 @@ def open_s3(
     config: dict[str, Any] | None = None,
     connection: dict[str, Any] | None = None,
     mirrors: list[Mirror] | None = None,
+    queue_bytes_max: int = QUEUE_BYTES_MAX,
 ) -> RemoteTier:
     """A tier on a port; it knows what is there, or that it does not answer. Its mirror is appended
     to `mirrors`."""
@@ -97,7 +98,7 @@ def open_s3(
         heard.set()
         wake()
 
-    tier = RemoteTier("s3", "s3", open_session, bytes_max, wake_both, QUEUE_BYTES_MAX)
+    tier = RemoteTier("s3", "s3", open_session, bytes_max, wake_both, queue_bytes_max)
     assert heard.wait(WAIT_S)
     tier.poll()
     return tier

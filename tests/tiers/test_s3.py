@@ -16,6 +16,15 @@ from kvtide.tiers.remote.tier import RemoteTier
 from tests.tiers.s3_place import QUEUE_BYTES_MAX, Bucket, open_s3
 
 
+@pytest.fixture(scope="class")
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    program: str = request.cls.program
+    with object_servers.running(program, tmp_path_factory.mktemp(program)) as one:
+        yield one
+
+
 class S3Tests(TierTests):
     """The suite, through a proxy that can fail."""
 
@@ -24,12 +33,6 @@ class S3Tests(TierTests):
     queue_bytes_max = QUEUE_BYTES_MAX
     running_max = 12
     """Two loads, what one session stores at a time, and what it was given ahead."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-        with object_servers.running(cls.program, tmp_path_factory.mktemp(cls.program)) as server:
-            yield server
 
     @pytest.fixture(autouse=True)
     def _server(self, server: Server) -> Iterator[None]:

@@ -9,6 +9,7 @@ say, where it throttles too.
 """
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +27,7 @@ except ModuleNotFoundError as error:
 LISTED_MAX = 1000
 """Names of one answer; S3 gives no more."""
 REASON_CHARS_MAX = 300
+_SAID = re.compile(r"<Code>(\w+)</Code>(?:.*?<Message>([^<]*)</Message>)?", re.DOTALL)
 _STEADY: dict[str, Any] = {"allow_http": True, "http1_only": True}
 """A connection for each call under way: one that stalls holds up no other."""
 _FAILURES = (BaseError, OSError, ValueError)
@@ -176,6 +178,9 @@ def _is_absence(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """In a line: the library adds pages."""
-    said = str(error).partition("\n\nDebug source")[0]
-    return " ".join(said.split())[:REASON_CHARS_MAX]
+    """What a server said, or the library, in a line and without names of objects."""
+    said = _SAID.search(str(error))
+    if said is not None:
+        return ": ".join(filter(None, said.groups()))[:REASON_CHARS_MAX]
+    words = str(error).partition("\n\nDebug source")[0].rpartition(" - ")[2]
+    return " ".join(words.split())[:REASON_CHARS_MAX]

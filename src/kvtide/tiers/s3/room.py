@@ -52,8 +52,9 @@ class Room:
     async def take(self, length_bytes: int, sent_bytes: int, keep: Iterable[bytes]) -> bool:
         """Room for a record, where these bytes of earlier ones are on their way; none of the
         records with these keys is evicted for it."""
-        if self._listing.is_first:
-            return False  # nobody knows yet what is there
+        if self._listing.is_first:  # nobody knows yet what is there
+            await self._listing.refresh()
+            return False
         if length_bytes > self._left_bytes or time.monotonic() > self._until_s:
             keep = list(keep)
             wanted = max(length_bytes, self._claim_bytes)

@@ -271,10 +271,10 @@ class S3Session:
         except BaseException:
             self._listing.look_again()
             raise
+        is_first, until_s = self._listing.is_first, time.monotonic() + FIRST_LOOK_S
         self._listing.begin_look()
-        until_s = time.monotonic() + FIRST_LOOK_S
-        while self._listing.is_first and time.monotonic() < until_s:
-            await self._sweep()
+        while is_first and time.monotonic() < until_s and await self._sweep():
+            pass
         self._mirror.tell_all()
 
     async def _sweep(self) -> bool:
