@@ -34,7 +34,7 @@ class _Refusal(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(self.server.content)
 
-    do_GET = do_PUT = do_POST = do_DELETE = answer  # noqa: N815 - names of the library
+    do_GET = do_PUT = do_POST = do_DELETE = answer
 
     def log_message(self, format: str, *args: object) -> None:
         """Tests say enough."""

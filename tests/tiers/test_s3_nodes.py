@@ -132,8 +132,8 @@ def test_what_killed_writers_left_is_removed_by_who_starts(
     obstore.delete(bucket.store, bucket.objects_of(first))
     with driven(server.port) as tier:
         until(tier, lambda: not {part, orphan} & set(bucket.names()))
+        until(tier, lambda: tier.tier.statistics().bytes_used == 0)
         assert young in bucket.names()
-        assert tier.tier.statistics().bytes_used == 0
 
 
 def test_of_two_writes_of_one_record_everybody_keeps_the_earlier(

@@ -1,5 +1,6 @@
 """What entries of `tiers` say of a bucket, and what becomes of them."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -28,8 +29,8 @@ WAIT_S = 30.0
 @pytest.fixture(autouse=True)
 def _no_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of whoever runs the tests."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "nobody"))
 
 
