@@ -3,7 +3,8 @@
     put      a row of cells and headers ──► an object      sent from where they are
     get      an object ──► received by the library ──► cells      one copy, by the caller's thread
 
-A call that its caller gives up (its task is cancelled) is broken off, and writes to no cell then.
+A call that its caller gives up (its task is cancelled) is broken off, and writes to no cell then; it
+may still send from cells for a moment, and what came of that has a name that nobody believes.
 The library's own retries are off: whether a place that fails is asked again is the breaker's to
 say, where it throttles too.
 """
@@ -112,14 +113,14 @@ class Client:
         """
         try:
             answer = await obstore.get_async(self._store, name)
-            length_bytes = answer.meta["size"]
-            if length_bytes > bytes_max:
-                raise CorruptRecord(f"an object has {length_bytes} bytes, at most {bytes_max}")
-            content: Any = await answer.bytes_async()
+            is_fine = answer.meta["size"] <= bytes_max
+            content: Any = await answer.bytes_async() if is_fine else None
         except _FAILURES as error:
             if _is_absence(error):
                 return None
             raise PlaceFailed(_reason(error)) from error
+        if content is None:
+            raise CorruptRecord(f"an object has more than {bytes_max} bytes")
         return memoryview(content)
 
     async def get_start(self, name: str, length_bytes: int) -> memoryview | None:
@@ -151,9 +152,7 @@ class Client:
     async def listed(self, folder: str, after: str = "") -> list[Listed]:
         """The next names in a folder, in order; fewer than `LISTED_MAX`: there are no more."""
         try:
-            pages = obstore.list(
-                self._store, folder, offset=after or None, chunk_size=LISTED_MAX
-            )
+            pages = obstore.list(self._store, folder, offset=after or None, chunk_size=LISTED_MAX)
             async for page in pages:
                 return [Listed(one["path"], one["last_modified"].timestamp()) for one in page]
         except _FAILURES as error:

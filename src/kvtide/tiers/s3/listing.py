@@ -87,7 +87,8 @@ class Listing:
             after = page[-1].name
         now_s = max((one.at_s for one in listed), default=0.0)  # by the server's own clock
         told = [(one, names.parse_message(top, one.name)) for one in listed]
-        others_bytes, old = 0, []
+        others_bytes = 0
+        old: list[str] = []
         clears: list[tuple[str, Message]] = []
         for one, message in told:
             age_s = now_s - one.at_s
