@@ -1,4 +1,4 @@
-"""Looks at names: at what is new with each survey, at all there are once an hour, a page at a time.
+"""Looks at names: at new ones with each survey, at all once an hour, a page at a time.
 
     TOP/m   what nodes tell: room that they take, what is gone, what was cleared
     TOP/r   records; what is new begins `LAG_MS` before the last look at it
@@ -125,7 +125,7 @@ class Listing:
                 self._mirror.take_in(written)
 
     async def _learn(self, name: str, kind: bytes) -> bool:
-        """What a kind stands for, which the header of each of its records says; whether it does."""
+        """What a kind stands for, which a header of its records says; whether it does."""
         start = await self._client.get_start(name, HEADER_BYTES_MAX)
         if start is None:
             return False

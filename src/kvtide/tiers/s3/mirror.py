@@ -1,8 +1,8 @@
 """What is in the bucket, as far as its names were read: one for all sessions of a tier.
 
 Lookups are answered from here, without a word to the store: asking it by name would be a request
-for each chunk of a prompt. What others write or take away is found here when the writing thread has
-listed it; until then it is a miss.
+for each chunk of a prompt. What others write or take away is found here when the writing thread
+has listed it; until then it is a miss.
 
     name ──► `held` by key ──► View (tree, least recently used leaves)
     gone ──► `victims`, which are still in the bucket and count, until they are deleted
@@ -28,7 +28,7 @@ from kvtide.tiers.shared_dir.journal import KeptRow
 from kvtide.tiers.shared_dir.view import Row, View
 
 GONE_MAX = 65_536
-"""Writes that are remembered as gone: a list that was begun before they went may still name them."""
+"""Writes that are remembered as gone: a list that was begun before may still name them."""
 _US = b""
 """A bucket has one member: all that is there is everybody's."""
 

@@ -2,9 +2,9 @@
 
     put `room.N` ──► list what others hold and have claimed ──► evict what is too much ──► take N
 
-A node says how much it will take before it looks how much there is. Stores list what was put before
-they are asked: so of two who claim at one time at least the later one sees both, and takes nothing
-before it has made room for both. What is claimed is taken bit by bit, so few stores ask.
+A node says how much it will take before it looks how much there is. Lists name what was put before
+they were asked for: so of two who claim at one time at least the later one sees both, and takes
+nothing before it has made room for both. What is claimed is taken bit by bit: few stores ask.
 
 A claim holds for a minute by its owner's clock, and counts for others for two by the server's: who
 was killed leaves no more than that behind.
