@@ -3,8 +3,8 @@
     put      a row of cells and headers ──► an object      sent from where they are
     get      an object ──► received by the library ──► cells      one copy, by the caller's thread
 
-A call that its caller gives up (its task is cancelled) is broken off, and writes to no cell then. It
-may still send from cells for a moment; what comes of that has a name that nobody believes.
+A call that its caller gives up (its task is cancelled) is broken off, and writes to no cell then.
+It may still send from cells for a moment; what comes of that has a name that nobody believes.
 The library's own retries are off: whether a place that fails is asked again is the breaker's to
 say, where it throttles too.
 """

@@ -140,6 +140,8 @@ class Mirror:
         """A name was seen, whose kind is known."""
         kind = self.kinds[written.kind]
         blocks = len(written.digests) // INNER_DIGEST_BYTES
+        if blocks > kind.layout.blocks_per_chunk:
+            return  # a name that none of us made
         length_bytes = stored_bytes(kind.layout, blocks)
         with self.lock:
             self.newest = max(self.newest, written.stamp)
