@@ -32,9 +32,19 @@ KEPT_VARIABLES = (
     "XDG_RUNTIME_DIR",
     "XDG_CONFIG_HOME",
     "XDG_CACHE_HOME",
+    # Where a store like Amazon's is, and where its keys are: never keys themselves.
+    "AWS_ENDPOINT_URL",
+    "AWS_REGION",
+    "AWS_DEFAULT_REGION",
+    "AWS_PROFILE",
+    "AWS_SHARED_CREDENTIALS_FILE",
+    "AWS_ROLE_ARN",
+    "AWS_ROLE_SESSION_NAME",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
 )
-KEPT_BEGINNINGS = ("KVTIDE_", "AWS_")
-"""Ours, and how a node finds its way to a store that is Amazon's or like it."""
 LEFT_VARIABLES = ("KVTIDE_SALT",)
 """Ours, but not for the node: secrets of those who run commands."""
 START_S_MAX = 10.0
@@ -84,8 +94,7 @@ def _environment(runtime_dir: Path) -> dict[str, str]:
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name in KEPT_VARIABLES
-        or (name.startswith(KEPT_BEGINNINGS) and name not in LEFT_VARIABLES)
+        if name in KEPT_VARIABLES or (name.startswith("KVTIDE_") and name not in LEFT_VARIABLES)
     }
     if "PYTHONPATH" in environment:
         places = environment["PYTHONPATH"].split(os.pathsep)
