@@ -8,7 +8,7 @@ help:
 	@echo 'make setup   create .venv with vLLM for CPUs, kvtide, and the models (once, about two minutes)'
 	@echo 'make demo    show a prefix computed by one engine and used by another'
 	@echo 'make check   format, lint, types, tidy and quick tests'
-	@echo 'make test    check, then the tests with a real vLLM (long ones: scripts/soak)'
+	@echo 'make test    check, then the long tests and those with a real vLLM (longest: scripts/soak)'
 	@echo 'make bench   the benchmark'
 	@echo 'make clean   remove .venv and all caches'
 
@@ -23,7 +23,7 @@ check: setup
 
 test: setup
 	@scripts/check
-	@$(PYTHON) -m pytest -m 'engine and not slow'
+	@$(PYTHON) -m pytest -m '(engine or long or hypothesis) and not slow'
 
 bench: setup
 	@$(PYTHON) -m benchmarks

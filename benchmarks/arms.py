@@ -6,6 +6,7 @@ Every arm has the same model, cores, threads and arguments; how LMCache runs, an
 
 import contextlib
 import enum
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +16,14 @@ from pathlib import Path
 from benchmarks import lmcache_server
 from benchmarks.hook_reports import REPORTS
 from benchmarks.lmcache_server import LMCacheServer, run_server
+from benchmarks.outside import Directory, Outside, Valkey
+from kvtide.testing import redis_servers
 from kvtide.testing.nodes import stop_nodes
 from kvtide.testing.serving import KVTIDE, SMOLLM2, ServedEngine, environment
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST_BYTES = "3GiB"  # of kvtide's node; LMCache's server has as many
-DISK_NODE = "kvtide-disk"  # below the same: the runtime directory of the node with a disk
-DISK_SETTINGS = {"KVTIDE_DISK_BYTES_MAX": "8GiB"}
+PLACE_BYTES = "8GiB"  # the cap of what is below it
 HOOK_REPORTS = "hook-reports"  # below the directory of an engine's log
 
 
@@ -32,26 +34,44 @@ class Arm(enum.Enum):
     OWN = "engine's prefix cache"
     LMCACHE = "LMCache 0.5.6"
     LMCACHE_DISK = "LMCache 0.5.6 with fs_native"
+    LMCACHE_RESP = "LMCache 0.5.6 with resp"
     KVTIDE = "kvtide"
     KVTIDE_DISK = "kvtide with a disk"
+    KVTIDE_REDIS = "kvtide with Valkey"
+    KVTIDE_SHARED = "kvtide with shared_dir"
     KVTIDE_TIMED = "kvtide, its hooks timed"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """kvtide's node of an engine: whoever kills it can start another like it."""
+
+    directory: Path
+    settings: Mapping[str, str]  # by their names in `config.KEYS`
+
+    def variables(self) -> dict[str, str]:
+        """The same for the environment."""
+        settings = {"runtime_dir": str(self.directory), **self.settings}
+        return {f"KVTIDE_{name.upper()}": value for name, value in settings.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Arms that serve, and what is beside them."""
+
+    engines: dict[Arm, ServedEngine] = field(default_factory=dict)
+    servers: dict[Arm, LMCacheServer] = field(default_factory=dict)
+    nodes: dict[Arm, Node] = field(default_factory=dict)
+    places: dict[Arm, Outside] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Where the arms of one part of the benchmark run."""
 
-    directory: Path  # logs, kvtide's runtime directory
+    directory: Path  # logs, kvtide's runtime directories, places
     arguments: Sequence[str]  # of every `vllm serve`
-    servers: dict[Arm, LMCacheServer] = field(default_factory=dict)  # beside engines
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """Arms that serve."""
-
-    engines: dict[Arm, ServedEngine]
-    servers: dict[Arm, LMCacheServer]  # of LMCache's arms
+    running: Running
 
 
 @contextlib.contextmanager
@@ -66,13 +86,14 @@ def run_all(arms: Sequence[Arm], *arguments: str) -> Iterator[Running]:
     """The same, with what runs beside the engines."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtide-")))
-        setting = Setting(directory, arguments)
-        engines = {}
+        running = Running()
+        setting = Setting(directory, arguments, running)
         for arm in arms:
             print(f"  starts: {arm.value}", flush=True)
-            engines[arm] = stack.enter_context(_ARMS[arm](setting))
-            engines[arm].wait_idle()
-        yield Running(engines, setting.servers)
+            engine = stack.enter_context(_ARMS[arm](setting))
+            engine.wait_idle()
+            running.engines[arm] = engine
+        yield running
 
 
 @contextlib.contextmanager
@@ -106,15 +127,34 @@ def _own(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
 
 
 def _kvtide(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
-    return _with_node(setting, "kvtide", KVTIDE, {})
+    return _with_node(setting, Arm.KVTIDE, KVTIDE)
 
 
 def _kvtide_disk(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
-    variables = {
-        "KVTIDE_DISK_PATH": str(setting.directory / "disk"),
-        **DISK_SETTINGS,
-    }
-    return _with_node(setting, DISK_NODE, KVTIDE, variables)
+    path = setting.directory / "disk"
+    setting.running.places[Arm.KVTIDE_DISK] = Directory(path)
+    settings = {"disk_path": str(path), "disk_bytes_max": PLACE_BYTES}
+    return _with_node(setting, Arm.KVTIDE_DISK, KVTIDE, settings)
+
+
+def _kvtide_shared(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
+    path = setting.directory / "shared"
+    setting.running.places[Arm.KVTIDE_SHARED] = Directory(path)
+    settings = _tier(type="shared_dir", path=str(path))
+    return _with_node(setting, Arm.KVTIDE_SHARED, KVTIDE, settings)
+
+
+@contextlib.contextmanager
+def _kvtide_redis(setting: Setting) -> Iterator[ServedEngine]:
+    with redis_servers.running("valkey", setting.directory / "valkey") as server:
+        setting.running.places[Arm.KVTIDE_REDIS] = Valkey(server)
+        settings = _tier(type="redis", url=f"redis://127.0.0.1:{server.port}")
+        with _with_node(setting, Arm.KVTIDE_REDIS, KVTIDE, settings) as engine:
+            yield engine
+
+
+def _tier(**entry: str) -> dict[str, str]:
+    return {"tiers": json.dumps([{**entry, "bytes_max": PLACE_BYTES}])}
 
 
 def _kvtide_timed(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
@@ -125,43 +165,57 @@ def _kvtide_timed(setting: Setting) -> contextlib.AbstractContextManager[ServedE
     reports = setting.directory / HOOK_REPORTS
     reports.mkdir()
     variables = {"PYTHONPATH": str(ROOT), REPORTS: str(reports)}
-    return _with_node(setting, "kvtide-timed", {**KVTIDE, **module}, variables)
+    return _with_node(setting, Arm.KVTIDE_TIMED, {**KVTIDE, **module}, variables=variables)
 
 
 @contextlib.contextmanager
 def _with_node(
-    setting: Setting, name: str, connector: Mapping[str, object], variables: Mapping[str, str]
+    setting: Setting,
+    arm: Arm,
+    connector: Mapping[str, object],
+    settings: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[ServedEngine]:
     """An engine that starts a node of its own, which is stopped after it."""
-    mine = {
-        "KVTIDE_RUNTIME_DIR": str(setting.directory / name),
-        "KVTIDE_HOST_BYTES": HOST_BYTES,
-        **variables,
-    }
+    name = arm.name.lower()
+    node = Node(setting.directory / name, {"host_bytes": HOST_BYTES, **(settings or {})})
+    setting.running.nodes[arm] = node
+    mine = node.variables() | dict(variables or {})
     try:
         with _plain(setting, name=name, connector=connector, variables=mine) as engine:
             print(f"  kvtide on: {engine.wait_kvtide()}", flush=True)
             yield engine
     finally:
-        stop_nodes(Path(mine["KVTIDE_RUNTIME_DIR"]), environment(**mine))
+        stop_nodes(node.directory, environment(**mine))
 
 
 def _lmcache(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
-    return _with_lmcache(setting, "lmcache", Arm.LMCACHE, None)
+    return _with_lmcache(setting, Arm.LMCACHE, None)
 
 
 def _lmcache_disk(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
     files = setting.directory / "lmcache-files"
-    return _with_lmcache(setting, "lmcache-disk", Arm.LMCACHE_DISK, files)
+    setting.running.places[Arm.LMCACHE_DISK] = Directory(files)
+    return _with_lmcache(setting, Arm.LMCACHE_DISK, lmcache_server.disk(files))
+
+
+@contextlib.contextmanager
+def _lmcache_resp(setting: Setting) -> Iterator[ServedEngine]:
+    with redis_servers.running("valkey", setting.directory / "valkey-lmcache") as server:
+        setting.running.places[Arm.LMCACHE_RESP] = Valkey(server)
+        below = lmcache_server.server(server.port)
+        with _with_lmcache(setting, Arm.LMCACHE_RESP, below) as engine:
+            yield engine
 
 
 @contextlib.contextmanager
 def _with_lmcache(
-    setting: Setting, name: str, arm: Arm, files: Path | None
+    setting: Setting, arm: Arm, below: Mapping[str, object] | None
 ) -> Iterator[ServedEngine]:
     """An engine with a server of its own."""
-    with run_server(setting.directory / f"{name}-server.log", files) as server:
-        setting.servers[arm] = server
+    name = arm.name.lower()
+    with run_server(setting.directory / f"{name}-server.log", below) as server:
+        setting.running.servers[arm] = server
         with _plain(
             setting,
             name=name,
@@ -177,7 +231,10 @@ _ARMS = {
     Arm.OWN: _own,
     Arm.LMCACHE: _lmcache,
     Arm.LMCACHE_DISK: _lmcache_disk,
+    Arm.LMCACHE_RESP: _lmcache_resp,
     Arm.KVTIDE: _kvtide,
     Arm.KVTIDE_DISK: _kvtide_disk,
+    Arm.KVTIDE_REDIS: _kvtide_redis,
+    Arm.KVTIDE_SHARED: _kvtide_shared,
     Arm.KVTIDE_TIMED: _kvtide_timed,
 }

@@ -1,10 +1,11 @@
 """kvtide in a real vLLM, against no cache, the engine's own prefix cache, and LMCache.
 
-    python -m benchmarks.engine [--quick] [--only reuse,chat,disk,overhead] [--results DIRECTORY]
+    python -m benchmarks.engine [--quick] [--only PART,PART] [--results DIRECTORY]
 
 SmolLM2-135M in bf16 on all cores of this process. Every arm is a `vllm serve` of its own; those
 that are compared live at the same time and take turns, so what changes with time changes for all.
-Each part is written down as engine_PART.md as soon as it has ended.
+Parts are reuse, chat, disk, remote and overhead; each is written down as engine_PART.md as soon as
+it has ended.
 `--quick` shows that everything runs; its numbers decide nothing and are not written down.
 """
 
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import chat, disk_hits, overhead, report, reuse
+from benchmarks import chat, overhead, place_hits, report, reuse
 from benchmarks.report import Section, Verdict
 
 Part = Callable[[bool], Section]
@@ -25,9 +26,14 @@ PARTS: Mapping[str, Part] = {
     "chat": lambda is_quick: (
         chat.run(chat.QUICK, chat.QUICK_ARMS) if is_quick else chat.run(chat.FULL)
     ),
-    "disk": lambda is_quick: disk_hits.run(disk_hits.QUICK if is_quick else disk_hits.FULL),
+    "disk": lambda is_quick: _hits(is_quick, place_hits.DISK),
+    "remote": lambda is_quick: _hits(is_quick, place_hits.REMOTE),
     "overhead": lambda is_quick: overhead.run(overhead.QUICK if is_quick else overhead.FULL),
 }
+
+
+def _hits(is_quick: bool, subject: place_hits.Subject) -> Section:
+    return place_hits.run(place_hits.QUICK if is_quick else place_hits.FULL, subject)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -4,12 +4,13 @@ In its multiprocess mode, the worker copying (`engine_driven`) through shared me
 of its modes on a CPU, from an environment of its own (scripts/setup_lmcache), with its log and its
 metrics quiet.
 
-With a disk it keeps files by its `fs_native`, past the page cache as kvtide does (its faster way
-to what is not in there), and in memory what it has read (`retain`). `clear` empties that memory:
-the next hit is read from disk.
+With a place below, which one of its adapters keeps (`disk`: files by its `fs_native`, past the
+page cache as kvtide does, its faster way to what is not in there; `server`: by its `resp`), it
+keeps in memory what it has read (`retain`). `clear` empties that memory: the next hit comes from
+the place.
 
 Rejected: `skip_l1`, which never keeps anything in memory. A request that hits in the engine's own
-cache then reads the disk all the same, so nothing is left to compare with.
+cache then reads the place all the same, so nothing is left to compare with.
 """
 
 import contextlib
@@ -43,10 +44,10 @@ CLEAR_S_MAX = 10.0
 class LMCacheServer(LeashedProgram):
     """One server; `run_server` starts it and ends it."""
 
-    def __init__(self, log: Path, files: Path | None) -> None:
-        """`files`: where it keeps chunks on disk too; None for memory alone."""
+    def __init__(self, log: Path, below: Mapping[str, object] | None) -> None:
+        """`below`: the adapter that keeps chunks in a place too; None for memory alone."""
         super().__init__(log)
-        self.files = files
+        self._below = below
         self.port, self._http_port = _free_port(), _free_port()
         self._shm = f"kvtide-bench-lmcache-{self.port}"
 
@@ -66,7 +67,7 @@ class LMCacheServer(LeashedProgram):
         }
 
     def clear(self) -> None:
-        """Empty its memory; what is on disk stays."""
+        """Empty its memory; what is below stays."""
         connection = http.client.HTTPConnection(LOOPBACK, self._http_port, timeout=CLEAR_S_MAX)
         with contextlib.closing(connection):
             connection.request("POST", "/cache/clear")
@@ -76,8 +77,8 @@ class LMCacheServer(LeashedProgram):
             raise ProgramError(f"LMCache does not clear its memory: {answer.decode()}")
 
     def command(self) -> list[str]:
-        """With a disk it is the server that HTTP stands before, since only that can be cleared."""
-        name = "server" if self.files is None else "http_server"
+        """With a place it is the server that HTTP stands before: only that can be cleared."""
+        name = "server" if self._below is None else "http_server"
         command = [
             *(str(PYTHON), "-m", f"lmcache.v1.multiprocess.{name}"),
             *("--host", LOOPBACK, "--port", str(self.port), "--chunk-size", str(CHUNK_TOKENS)),
@@ -85,15 +86,15 @@ class LMCacheServer(LeashedProgram):
             *("--shm-name", self._shm, "--no-l1-use-lazy", "--l1-size-gb", str(HOST_GB)),
             *("--eviction-policy", "LRU", "--disable-metrics"),
         ]
-        if self.files is not None:
-            disk = {"type": "fs_native", "base_path": str(self.files), "use_odirect": True}
+        if self._below is not None:
             command += ["--http-host", LOOPBACK, "--http-port", str(self._http_port)]
-            command += ["--l2-prefetch-policy", "retain", "--l2-adapter", json.dumps(disk)]
+            command += ["--l2-prefetch-policy", "retain"]
+            command += ["--l2-adapter", json.dumps(self._below)]
         return command
 
     def wait_listening(self) -> None:
         """Wait until it may be asked."""
-        ports = [self.port] if self.files is None else [self.port, self._http_port]
+        ports = [self.port] if self._below is None else [self.port, self._http_port]
         until_s = time.monotonic() + START_S_MAX
         while not all(map(_is_open, ports)):
             if not self.is_alive():
@@ -108,19 +109,33 @@ class LMCacheServer(LeashedProgram):
             left.unlink(missing_ok=True)
 
 
+def disk(files: Path) -> Mapping[str, object]:
+    """The adapter that keeps files in a directory."""
+    return {"type": "fs_native", "base_path": str(files), "use_odirect": True}
+
+
+def server(port: int) -> Mapping[str, object]:
+    """The adapter that keeps values on a Redis or Valkey server."""
+    return {"type": "resp", "host": LOOPBACK, "port": port}
+
+
+def require_lmcache() -> None:
+    """Make its environment, where it is not there as it has to be."""
+    subprocess.run([ROOT / "scripts" / "setup_lmcache"], check=True)
+
+
 @contextlib.contextmanager
-def run_server(log: Path, files: Path | None = None) -> Iterator[LMCacheServer]:
+def run_server(log: Path, below: Mapping[str, object] | None = None) -> Iterator[LMCacheServer]:
     """A server that may be asked; ended on the way out."""
-    if not PYTHON.exists():
-        subprocess.run([ROOT / "scripts" / "setup_lmcache"], check=True)
-    server = LMCacheServer(log, files)
-    server.launch(server.command(), environment(**VARIABLES))
+    require_lmcache()
+    started = LMCacheServer(log, below)
+    started.launch(started.command(), environment(**VARIABLES))
     try:
-        with server:
-            server.wait_listening()
-            yield server
+        with started:
+            started.wait_listening()
+            yield started
     finally:
-        server.remove_memory()
+        started.remove_memory()
 
 
 def _free_port() -> int:

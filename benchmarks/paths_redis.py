@@ -1,99 +1,97 @@
-"""A redis tier against the quickest plain loop on the same server, and against redis-py.
+"""A redis tier against the quickest plain loops on the same server, redis-py, and LMCache.
 
     python -m benchmarks.paths_redis [--quick] [--server valkey|redis]
 
-The plain loop speaks the protocol itself: values of 2 MiB gathered from memory by `sendmsg`,
-received into it by `recv_into`, four under way, on one connection; nothing is proven, indexed or
-counted. redis-py (where it is installed) is used as its manual shows, a value for each record. The
-tier is given records one at a time, and all of a round at once. Arms take turns in every
-round; the plain loop also runs a second time, and how far those two lie apart is the noise floor.
-CPU seconds are the client's.
+Plain loops speak the protocol themselves: values gathered from memory by `sendmsg`, received into
+it by `recv_into`, the next ones under way meanwhile; nothing is proven, indexed or counted.
+They differ by how large the values are that a record is cut into, and by how many connections, a
+thread each, are used where several records are under way. redis-py is used as its manual shows, a
+value for each record; several at a time go by one pipeline. LMCache's adapters for servers
+(`resp`, in C++, and `valkey`, by the client GLIDE) run in a process of their own. How they are
+compared, and what is shown, says benchmarks/places.py.
 
-`--quick` measures few rounds.
+`--quick` measures few rounds, of one size alone, and decides nothing.
 """
 
 import argparse
-import importlib
-import importlib.util
-import mmap
-import os
-import resource
+import shutil
 import socket
-import statistics
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from kvtide.core.keys import fingerprint, root_key
-from kvtide.core.layout import KVLayout
-from kvtide.core.records import Record, RootName
+import redis
+
+from benchmarks.lmcache_arm import Adapter
+from benchmarks.paths_disk import as_in_the_node
+from benchmarks.places import (
+    HEAD,
+    HELD_ROUNDS,
+    ROUND_BYTES,
+    SIZES,
+    Arm,
+    Arms,
+    Budgets,
+    Cell,
+    Here,
+    Memory,
+    Tier,
+    closing,
+    measured,
+)
 from kvtide.testing import redis_servers
 from kvtide.testing.redis_servers import Server
-from kvtide.tiers.base import Loaded, LoadJob, LoadOutcome, Stored, StoreJob, StoreOutcome
-from kvtide.tiers.redis.index import WriteIds
-from kvtide.tiers.redis.routes import Limits
-from kvtide.tiers.redis.session import RedisSession
-from kvtide.tiers.remote.tier import RemoteTier
 from kvtide.units import GiB, MiB
 
-BLOCKS = 2
-ROUND_BYTES = 128 * MiB
-SIZES = (MiB, 4 * MiB, 16 * MiB, 32 * MiB)
 VALUE_BYTES = 2 * MiB - 256
+"""Below what allocators of servers have classes of sizes for; large values cost some of them
+faults of pages each time."""
 AHEAD = 4
-HELD_ROUNDS = 2
-"""So many rounds each arm keeps; older ones make room."""
-WARM_ROUNDS = 3
-"""Before it is measured, all memory was used once."""
-RATIO_MIN = 0.8
+"""Values that a loop has asked for, of the records that may be under way."""
+ROUNDS, QUICK_ROUNDS = 20, 3
+QUICK_SIZES = (4 * MiB,)
 SERVERS = ("valkey", "redis")
+OK_BYTES = len(b"+OK\r\n")
 
 
-class Arm(Protocol):
-    """Puts and gets one round of records."""
+class Connection:
+    """Some of a round's records, in a row, on one connection."""
 
-    def put(self) -> None: ...
-
-    def get(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Plain:
-    """Values in a row, nothing else."""
-
-    def __init__(self, server: Server, name: str, piece_bytes: int, memory: memoryview) -> None:
+    def __init__(
+        self, server: Server, name: str, pieces: Sequence[memoryview], value_bytes: int
+    ) -> None:
         self._sock = socket.create_connection(("127.0.0.1", server.port))
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        spans = [
-            (start + at, min(VALUE_BYTES, piece_bytes - at))
-            for start in range(0, ROUND_BYTES, piece_bytes)
-            for at in range(0, piece_bytes, VALUE_BYTES)
+        self._values = [
+            piece[at : at + value_bytes]
+            for piece in pieces
+            for at in range(0, len(piece), value_bytes)
         ]
-        self._views = [memory[at : at + length] for at, length in spans]
-        self._names: list[bytes] = []
+        self._in_record = len(self._values) // len(pieces)
         self._name = name
-        self._round = 0
+        self._names: list[bytes] = []
         self._head = memoryview(bytearray(64))
 
-    def put(self) -> None:
-        self._round += 1
-        held = self._round % HELD_ROUNDS
-        self._names = [f"{self._name}:{held}:{n:06d}".encode() for n in range(len(self._views))]
+    def put(self, number: int, depth: int) -> None:
+        """The answers are waited for when so many records are under way."""
+        self._names = [f"{self._name}:{number}:{n}".encode() for n in range(len(self._values))]
         waiting = 0
-        for name, view in zip(self._names, self._views, strict=True):
+        for n, (name, view) in enumerate(zip(self._names, self._values, strict=True)):
+            if n % self._in_record == 0:
+                waiting = self._wait(waiting, (depth - 1) * self._in_record)
             head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, len(view))
             self._send([head, view, b"\r\n"])
-            waiting += 5  # +OK
-            if waiting > 5 * AHEAD:
-                waiting -= len(self._sock.recv(waiting))
-        while waiting:
-            waiting -= len(self._sock.recv(waiting))
+            waiting += 1
+        self._wait(waiting, 0)
+
+    def _wait(self, waiting: int, waiting_max: int) -> int:
+        left_bytes = waiting * OK_BYTES
+        while left_bytes > waiting_max * OK_BYTES:
+            left_bytes -= len(self._sock.recv(left_bytes))
+        return -(-left_bytes // OK_BYTES)
 
     def _send(self, pieces: list[Any]) -> None:
         while pieces:
@@ -103,15 +101,15 @@ class Plain:
             if sent:
                 pieces[0] = memoryview(pieces[0])[sent:]
 
-    def get(self) -> None:
+    def get(self, depth: int) -> None:
         asked = 0
-        for number, view in enumerate(self._views):
-            while asked < min(len(self._views), number + AHEAD):
+        for n, view in enumerate(self._values):
+            under_way_end = (n // self._in_record + depth) * self._in_record
+            while asked < min(len(self._values), n + AHEAD, under_way_end):
                 name = self._names[asked]
                 self._sock.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name))
                 asked += 1
-            opening = len(b"$%d\r\n" % len(view))
-            self._receive(self._head[:opening])
+            self._receive(self._head[: len(b"$%d\r\n" % len(view))])
             self._receive(view)
             self._receive(self._head[:2])
 
@@ -124,142 +122,124 @@ class Plain:
         self._sock.close()
 
 
-class Popular:
-    """redis-py."""
+class Plain(Here):
+    """Values in a row, nothing else; on so many connections, each with its share of the records,
+    but never more than are under way."""
 
-    def __init__(self, server: Server, piece_bytes: int, memory: memoryview) -> None:
-        self._client = importlib.import_module("redis").Redis(port=server.port)
-        count = ROUND_BYTES // piece_bytes
-        self._views = [memory[n * piece_bytes : (n + 1) * piece_bytes] for n in range(count)]
+    def __init__(
+        self,
+        server: Server,
+        name: str,
+        memory: Memory,
+        piece_bytes: int,
+        value_bytes: int = VALUE_BYTES,
+        connections: int = 1,
+    ) -> None:
+        super().__init__(memory)
+        pieces = memory.pieces(piece_bytes)
+        self._alone = [Connection(server, f"{name}:0", pieces, value_bytes)]
+        self._several = [
+            Connection(server, f"{name}:{n + 1}", pieces[n::connections], value_bytes)
+            for n in range(connections)
+        ]
+        self._pool = ThreadPoolExecutor(connections)
         self._round = 0
 
-    def put(self) -> None:
-        self._round += 1
-        for number, view in enumerate(self._views):
-            self._client.set(f"popular:{self._round % HELD_ROUNDS}:{number}", view)
+    def _connections(self, depth: int) -> list[Connection]:
+        return self._alone if depth == 1 else self._several
 
-    def get(self) -> None:
-        for number, view in enumerate(self._views):
-            view[:] = self._client.get(f"popular:{self._round % HELD_ROUNDS}:{number}")
+    def put(self, depth: int) -> None:
+        self._round += 1
+        used, number = self._connections(depth), self._round % HELD_ROUNDS
+        list(self._pool.map(lambda one: one.put(number, depth // len(used)), used))
+
+    def get(self, depth: int) -> None:
+        used = self._connections(depth)
+        list(self._pool.map(lambda one: one.get(depth // len(used)), used))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        for one in (*self._alone, *self._several):
+            one.close()
+
+
+class Popular(Here):
+    """redis-py."""
+
+    def __init__(self, server: Server, memory: Memory, piece_bytes: int) -> None:
+        super().__init__(memory)
+        self._client = redis.Redis(port=server.port)
+        self._views = memory.pieces(piece_bytes)
+        self._round = 0
+
+    def _names(self) -> list[str]:
+        held = self._round % HELD_ROUNDS
+        return [f"popular:{held}:{number}" for number in range(len(self._views))]
+
+    def put(self, depth: int) -> None:
+        self._round += 1
+        values = list(zip(self._names(), self._views, strict=True))
+        for start in range(0, len(values), depth):
+            if depth == 1:
+                self._client.set(*values[start])
+                continue
+            pipeline = self._client.pipeline(transaction=False)
+            for name, view in values[start : start + depth]:
+                pipeline.set(name, view)
+            pipeline.execute()
+
+    def get(self, depth: int) -> None:
+        names = self._names()
+        for start in range(0, len(names), depth):
+            if depth == 1:
+                values = [self._client.get(names[start])]
+            else:
+                pipeline = self._client.pipeline(transaction=False)
+                for name in names[start : start + depth]:
+                    pipeline.get(name)
+                values = pipeline.execute()
+            for view, value in zip(self._views[start : start + depth], values, strict=True):
+                view[:] = value
 
     def close(self) -> None:
         self._client.close()
 
 
-class Tier:
-    """The tier, driven as the node drives it."""
-
-    def __init__(
-        self, server: Server, piece_bytes: int, memory: memoryview, *, at_once: bool
-    ) -> None:
-        self._woken = threading.Event()
-        cap, address = HELD_ROUNDS * ROUND_BYTES, server.address
-        prefix = "several" if at_once else "single"
-        known = WriteIds()
-        self._tier = RemoteTier(
-            "redis",
-            "benchmark",
-            lambda census: RedisSession(address, None, prefix, cap, census, known, Limits()),
-            cap,
-            self._woken.set,
-            2 * ROUND_BYTES,
-        )
-        self._layout = KVLayout(128, 128 * BLOCKS, (piece_bytes // BLOCKS,))
-        name = fingerprint({"engine": "benchmark"})
-        key = root_key(name, epoch=b"", salt=None, adapter=b"")
-        self._root = RootName(key, name, b"", b"")
-        count = ROUND_BYTES // piece_bytes
-        self._views = [memory[n * piece_bytes : (n + 1) * piece_bytes] for n in range(count)]
-        self._together = count if at_once else 1
-        self._records: list[Record] = []
-
-    def put(self) -> None:
-        """One chain: a round's records."""
-        parent = self._root.key
-        self._records = []
-        for number, view in enumerate(self._views):
-            key = os.urandom(32)
-            digests = os.urandom(16 * (BLOCKS - 1)) + key[:16]
-            record = Record(self._root, parent, key, digests, self._layout)
-            self._tier.store(StoreJob(number, record, [view]))
-            self._records.append(record)
-            parent = key
-            if (number + 1) % self._together == 0:
-                self._wait()
-
-    def get(self) -> None:
-        """The records of the last round."""
-        for number, (record, view) in enumerate(zip(self._records, self._views, strict=True)):
-            self._tier.load(LoadJob(number, record, [view]))
-            if (number + 1) % self._together == 0:
-                self._wait()
-
-    def _wait(self) -> None:
-        left = self._together
-        while left:
-            assert self._woken.wait(60), "the tier does not answer"
-            self._woken.clear()
-            for done in self._tier.poll():
-                assert isinstance(done, Stored | Loaded), done
-                assert done.outcome in (StoreOutcome.STORED, LoadOutcome.LOADED), done
-                left -= 1
-
-    def close(self) -> None:
-        self._tier.close(10)
-
-
-@dataclass(slots=True)
-class Taken:
-    """Seconds and CPU seconds of one arm, a pair for each round."""
-
-    wall_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
-
-    def time(self, work: Callable[[], None]) -> None:
-        """One round."""
-        began_s, began_cpu_s = time.perf_counter(), _cpu_s()
-        work()
-        self.wall_s.append(time.perf_counter() - began_s)
-        self.cpu_s.append(_cpu_s() - began_cpu_s)
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def measured(server: Server, piece_bytes: int, memory: memoryview, rounds: int) -> bool:
-    """Both ways for one size; whether the goal is reached."""
-    arms: dict[str, Arm] = {
-        "plain": Plain(server, "plain", piece_bytes, memory),
-        "plain again": Plain(server, "again", piece_bytes, memory),
-        "one at a time": Tier(server, piece_bytes, memory, at_once=False),
-        "all at once": Tier(server, piece_bytes, memory, at_once=True),
+def arms_of(server: Server, memory: Memory, piece_bytes: int, log: Path) -> Arms:
+    """All for one size."""
+    url = f"redis://127.0.0.1:{server.port}"
+    resp = {"type": "resp", "host": "127.0.0.1", "port": server.port}
+    valkey = {"type": "valkey", "startup_nodes": f"127.0.0.1:{server.port}", "key_prefix": "glide"}
+    plain: dict[str, Arm] = {
+        "plain": Plain(server, "plain", memory, piece_bytes),
+        "plain, whole values": Plain(server, "whole", memory, piece_bytes, piece_bytes),
+        "plain, 2 connections": Plain(server, "two", memory, piece_bytes, connections=2),
     }
-    if importlib.util.find_spec("redis") is not None:
-        arms["redis-py"] = Popular(server, piece_bytes, memory)
-    is_reached = True
-    for direction in ("put", "get"):
-        taken = {name: Taken() for name in arms}
-        for number in range(rounds + WARM_ROUNDS):
-            for name in list(arms)[:: 1 if number % 2 else -1]:
-                one = taken[name] if number >= WARM_ROUNDS else Taken()
-                one.time(getattr(arms[name], direction))
-        for name in arms:
-            pairs = zip(taken["plain"].wall_s, taken[name].wall_s, strict=True)
-            ratio = statistics.median(plain / other for plain, other in pairs)
-            rate = ROUND_BYTES / statistics.median(taken[name].wall_s) / 1e9
-            cpu = statistics.median(taken[name].cpu_s) / ROUND_BYTES * 1e9
-            is_missed = name in ("one at a time", "all at once") and ratio < RATIO_MIN
-            is_reached &= not is_missed
-            print(
-                f"{piece_bytes // MiB:>4} MiB {direction:<4} {name:<14} {rate:>6.2f} {ratio:>6.2f}"
-                f" {cpu:>9.2f}  {'missed' if is_missed else ''}",
-                flush=True,
-            )
-    for arm in arms.values():
-        arm.close()
-    return is_reached
+    return Arms(
+        plain,
+        again=Plain(server, "again", memory, piece_bytes),
+        tier=Tier(memory, piece_bytes, type="redis", url=url, bytes_max=HELD_ROUNDS * ROUND_BYTES),
+        others={
+            "redis-py": Popular(server, memory, piece_bytes),
+            "LMCache resp": Adapter(resp, piece_bytes, log),
+            "LMCache valkey": Adapter(valkey, piece_bytes, log),
+        },
+    )
+
+
+def run(program: str, sizes: Sequence[int], rounds: int, memory: Memory) -> list[Cell]:
+    """All sizes on one server."""
+    cells = []
+    with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as directory:
+        maxmemory = ("--maxmemory", str(8 * GiB))
+        with redis_servers.running(program, Path(directory), *maxmemory) as server:
+            print(f"{program}, rounds of {ROUND_BYTES // MiB} MiB, medians of {rounds}\n{HEAD}")
+            for piece_bytes in sizes:
+                arms = arms_of(server, memory, piece_bytes, Path(directory) / "lmcache.log")
+                with closing(arms):
+                    cells += measured(arms, piece_bytes, rounds)
+                server.ask(b"FLUSHALL", b"SYNC")
+    return cells
 
 
 def main(argv: Sequence[str]) -> int:
@@ -268,20 +248,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--server", choices=SERVERS, action="append")
     options = parser.parse_args(argv)
-    rounds = 3 if options.quick else 15
-    memory = memoryview(mmap.mmap(-1, ROUND_BYTES))
-    memory[:] = os.urandom(MiB) * (ROUND_BYTES // MiB)
-    is_reached = True
+    rounds, sizes = (QUICK_ROUNDS, QUICK_SIZES) if options.quick else (ROUNDS, SIZES)
+    memory, budgets = Memory(), Budgets()
     for program in options.server or SERVERS:
-        with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as directory:
-            maxmemory = ("--maxmemory", str(2 * GiB))
-            with redis_servers.running(program, Path(directory), *maxmemory) as server:
-                print(f"{program}, rounds of {ROUND_BYTES // MiB} MiB, medians of {rounds}")
-                print(f"{'record':>8} {'':4} {'':14} {'GB/s':>6} {'ratio':>6} {'CPU s/GB':>9}")
-                for piece_bytes in SIZES:
-                    is_reached &= measured(server, piece_bytes, memory, rounds)
-                    server.ask(b"FLUSHALL", b"SYNC")
-    return 0 if is_reached else 1
+        if program == "redis" and shutil.which("redis-server") is None:
+            print("no redis-server is here; on Debian: apt-get install redis-server")
+            continue
+        with as_in_the_node():
+            budgets.cells[program] = run(program, sizes, rounds, memory)
+    is_met = budgets.show()
+    return 0 if is_met or options.quick else 1
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from kvtide import bounds
 from kvtide.core.host import LAYOUT_REGIONS_MIN, REGION_SLOTS_MIN, Host
 from kvtide.core.layout import KVLayout
-from kvtide.core.reasons import DropReason, MissReason, OffReason
+from kvtide.core.reasons import CutReason, DropReason, MissReason, OffReason
 from kvtide.metrics import METRICS
 from kvtide.node.main import HOST_BYTES_8B
 from kvtide.node.report import LABELS, TIER_LABELS
@@ -19,7 +19,7 @@ from kvtide.values import CHUNK_TOKENS_DEFAULT
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-@pytest.mark.parametrize("reasons", [OffReason, MissReason, DropReason])
+@pytest.mark.parametrize("reasons", [OffReason, MissReason, DropReason, CutReason])
 def test_every_reason_is_explained(reasons: type[OffReason]) -> None:
     text = (DOCS / "reasons.md").read_text(encoding="utf-8")
     for reason in reasons:

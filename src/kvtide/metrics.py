@@ -140,9 +140,7 @@ METRICS = (
     Metric(
         "kvtide_promotions_cut_total",
         "counter",
-        "Lookups answered with less than tiers have: no memory to load into, too late (no chunk"
-        " came within T_load, or computing would have been quicker), too many waiting, silent (the"
-        " tier had left five lookups waiting), or slower than computing.",
+        "Lookups answered with less than tiers have, by reason.",
         "promotions.",
         ("reason",),
         is_nodes=True,

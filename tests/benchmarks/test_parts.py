@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import chat, disk_hits, engine, overhead, reuse
+from benchmarks import chat, engine, overhead, place_hits, reuse
 from benchmarks.arms import Arm
 from benchmarks.hook_reports import hook_us
 from benchmarks.overhead import Way
@@ -85,11 +85,16 @@ def test_time_in_hooks_is_taken_between_two_readings() -> None:
     assert hook_us(before, after) == {"wait_for_save": 2.0, "build_connector_meta": 2.0}
 
 
-def disk_section(
-    cold_ms: float = 900.0, tokens: int = 384, theirs_ms: float = 140.0, rounds: int = 20
+def hits_section(
+    subject: place_hits.Subject = place_hits.DISK,
+    *,
+    cold_ms: float = 900.0,
+    tokens: int = 384,
+    theirs_ms: float = 140.0,
+    rounds: int = 20,
 ) -> Section:
     own = [45.0 + number for number in range(rounds)]
-    ours = disk_hits.Taken(
+    ours = place_hits.Taken(
         [cold_ms] * 5,
         [value + 55 for value in own],
         [value + 5 for value in own],
@@ -99,30 +104,39 @@ def disk_section(
         [9 * MiB] * rounds,
     )
     base = [45.0] * rounds
-    theirs = disk_hits.Taken(
+    theirs = place_hits.Taken(
         [], [theirs_ms] * rounds, base, base, {256}, {384}, [6 * MiB] * rounds
     )
-    table = {508: {Arm.KVTIDE_DISK: ours, Arm.LMCACHE_DISK: theirs}}
-    return disk_hits._section(disk_hits.FULL, table)
+    by_arm = {arm: ours if arm in subject.rivals else theirs for arm in subject.arms}
+    return place_hits.section(place_hits.FULL, subject, {508: by_arm})
 
 
 def test_hits_from_disk_are_shown_beside_all_others() -> None:
-    ours, theirs = disk_section().rows
+    ours, theirs = hits_section().rows
     assert ours[5:7] == ("59.5 (54.8 to 64.2)", "+5.0 (+5.0 to +5.0)")
     assert ours[7:] == ("109.5 (104.8 to 114.2)", "384", "+55.0 (+55.0 to +55.0)", "9.0")
     assert theirs[2:5] == ("", "45.0 (45.0 to 45.0)", "384")
     assert theirs[7:] == ("140.0 (140.0 to 140.0)", "256", "+95.0 (+95.0 to +95.0)", "6.0")
 
 
-WHOLE, RIVAL = "508: a hit from disk", "508: added by a hit from disk, against LMCache"
+WHOLE = "508: a hit of kvtide with a disk"
+RIVAL = "508: added by kvtide with a disk, against LMCache 0.5.6 with fs_native"
 
 
 def test_a_hit_from_disk_must_be_whole_beat_computing_and_add_no_more_than_lmcaches() -> None:
-    assert verdicts(disk_section()) == {WHOLE: Verdict.MET, RIVAL: Verdict.MET}
-    assert verdicts(disk_section(tokens=256))[WHOLE] is Verdict.MISSED
-    assert verdicts(disk_section(cold_ms=109.0))[WHOLE] is Verdict.MISSED
-    assert verdicts(disk_section(theirs_ms=99.0))[RIVAL] is Verdict.MISSED
-    assert verdicts(disk_section(rounds=19))[RIVAL] is Verdict.OPEN
+    assert verdicts(hits_section()) == {WHOLE: Verdict.MET, RIVAL: Verdict.MET}
+    assert verdicts(hits_section(tokens=256))[WHOLE] is Verdict.MISSED
+    assert verdicts(hits_section(cold_ms=109.0))[WHOLE] is Verdict.MISSED
+    assert verdicts(hits_section(theirs_ms=99.0))[RIVAL] is Verdict.MISSED
+    assert verdicts(hits_section(rounds=19))[RIVAL] is Verdict.OPEN
+
+
+def test_each_place_that_machines_share_is_held_against_its_rival_where_there_is_one() -> None:
+    assert set(verdicts(hits_section(place_hits.REMOTE))) == {
+        "508: a hit of kvtide with Valkey",
+        "508: a hit of kvtide with shared_dir",
+        "508: added by kvtide with Valkey, against LMCache 0.5.6 with resp",
+    }
 
 
 def test_the_chats_exceed_the_engines_cache_several_times() -> None:

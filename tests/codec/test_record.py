@@ -6,7 +6,7 @@ import struct
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.codec import record as codec
@@ -71,7 +71,6 @@ def example(blocks: int = 3, *, shards: int = 2, name: bytes = b"key") -> Record
     return Record(root, b"p" * 32, key, inner + key[:INNER_DIGEST_BYTES], layout)
 
 
-@settings(max_examples=60, deadline=None)
 @given(records())
 def test_what_is_written_is_read(record: Record) -> None:
     """All fields, aligned, whatever was in the memory before."""
@@ -171,7 +170,6 @@ def test_lengths_are_checked_where_a_checksum_vouches_for_them() -> None:
     assert refused > 50
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=3 * PAGE))
 def test_anything_else_is_refused(content: bytes) -> None:
     """Bytes from nowhere, also behind a good beginning."""

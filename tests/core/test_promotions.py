@@ -7,7 +7,7 @@ from kvtide.core.effects import AskTier, LoadFrom, StoreTo, TierFound
 from kvtide.core.promotions import SILENCES_MAX, SILENT_MS, TELL_MS, WAIT_MS_MAX
 from kvtide.units import KiB, MiB
 from tests.core.fake_tier import FakeTier
-from tests.core.world import CHUNK_BLOCKS, Engine, World, prompt
+from tests.core.world import CHUNK_BLOCKS, CHUNK_BYTES, Engine, World, prompt
 
 LONG = prompt(1, 2, 3, blocks=2)
 
@@ -225,6 +225,52 @@ def test_the_next_tier_is_asked_for_what_the_first_lacks(tier: FakeTier) -> None
     assert [job.record.key for job in second.stored[3:]] == deep[:1]
 
 
+@pytest.mark.parametrize("failed", range(3))
+def test_the_next_tier_is_asked_for_what_the_first_cannot_load(
+    tier: FakeTier, failed: int
+) -> None:
+    """It found everything, and one load fails; the other tier has that, and what is behind."""
+    first, second = FakeTier(), tier
+    before = Engine(World(tiers=[first, second])).start()
+    before.store(LONG)
+    deep = before.chain(LONG)[0]
+    engine = Engine(World(tiers=[first, second])).start()
+    first.answers = False
+    ask(engine, LONG)
+    engine.world.answer(first)
+    del first.records[deep[failed]]
+    engine.world.answer(first)
+    assert engine.last(m.Match).chunks == 2
+    assert [job.record.key for job in second.loaded] == deep[failed:]
+    assert engine.blocks_held(LONG) == 2 * CHUNK_BLOCKS + 2
+    assert engine.world.lent_cells() == 2 * CHUNK_BLOCKS + 2
+
+
+def test_what_came_before_a_load_that_fails_is_not_evicted_while_others_run(
+    tier: FakeTier,
+) -> None:
+    """The next tier is asked when they have ended, for what is behind it."""
+    first, second = FakeTier(), tier
+    before = Engine(World(tiers=[first, second])).start()
+    before.store(LONG)
+    deep = before.chain(LONG)[0]
+    engine = Engine(World(host_bytes=256 * KiB, tiers=[first, second])).start()
+    first.answers = False
+    ask(engine, LONG)
+    engine.world.answer(first)
+    good, bad, running = first.waiting
+    first.waiting = []
+    engine.world.give(first.answer(good))
+    first.loads_fail = True
+    engine.world.give(first.answer(bad))
+    first.answers = True
+    for part in range(10, 40):
+        engine.store(prompt(part))
+    engine.world.give(first.answer(running))
+    assert [job.record.key for job in second.loaded] == deep[1:]
+    assert engine.last(m.Match).chunks == 2
+
+
 def test_an_engine_that_is_storing_the_same_is_waited_for(engine: Engine, tier: FakeTier) -> None:
     """Its copy is as good as the tier's."""
     tier.answers = False
@@ -334,6 +380,77 @@ def test_a_tier_that_hangs_is_tried_again(tier: FakeTier) -> None:
     engine.world.tick(SILENT_MS)
     ask(engine, prompt(SILENCES_MAX + 1))
     assert len(tier.asked) == asked + 1
+
+
+def test_an_engine_that_hangs_is_no_silence_of_a_tier(tier: FakeTier) -> None:
+    """Lookups wait for what it was storing; the tier has answered all that it was asked."""
+    engine = many_prompts(tier, SILENCES_MAX + 1)
+    hung = Engine(engine.world, "hung").start()
+    for part in range(1, SILENCES_MAX + 1):
+        hung.offer(prompt(part))
+        ask(engine, prompt(part))
+        engine.world.tick(WAIT_MS_MAX)
+        assert len(engine.heard(m.Match)) == part
+    assert engine.blocks_held(prompt(SILENCES_MAX + 1)) == CHUNK_BLOCKS
+
+
+def test_memory_that_does_not_come_is_no_silence_of_a_tier(tier: FakeTier) -> None:
+    Engine(World(tiers=[tier])).start().store(LONG)
+    world = World(tiers=[tier])
+    world.holds_regions = True
+    engine = Engine(world).start()
+    for asked in range(1, SILENCES_MAX + 1):
+        ask(engine, LONG)
+        world.tick(WAIT_MS_MAX)
+        assert len(engine.heard(m.Match)) == asked
+    for event in world.make_regions():
+        world.give(event)
+    assert engine.blocks_held(LONG) == 2 * CHUNK_BLOCKS + 2
+
+
+def test_lookups_that_wait_keep_no_more_than_leases_may(tier: FakeTier) -> None:
+    """Each keeps its chain; one that would keep too much is answered with what is held."""
+    chains = [list(range(start, start + 20)) for start in (100, 200, 300)]
+    engine = Engine(World(tiers=[tier])).start()
+    for chain in chains:
+        for end in range(4, 24, 4):
+            engine.store(prompt(*chain[:end]))
+        assert engine.blocks_held(prompt(*chain)) == 20 * CHUNK_BLOCKS
+    tier.answers = False
+    before = len(engine.heard(m.Match))
+    waiting = [ask(engine, prompt(*chains[0], 1)), ask(engine, prompt(*chains[1], 1))]
+    waiting.append(ask(engine, prompt(*chains[0], 2)))
+    assert len(engine.heard(m.Match)) == before, "what is kept already costs nothing more"
+    ask(engine, prompt(*chains[2], 1))
+    assert engine.last(m.Match).chunks == 20
+    assert engine.world.machine.counts["promotions.no_memory"] == 1
+    engine.world.tick(WAIT_MS_MAX)
+    assert [match.number for match in engine.heard(m.Match)[-3:]] == waiting
+    number = ask(engine, prompt(*chains[2], 1))
+    assert engine.last(m.Match).number != number, "there is room again"
+
+
+def test_what_is_loaded_for_lookups_that_wait_is_bounded_too(tier: FakeTier) -> None:
+    """Of each chain the last chunk does not come."""
+    chains = [prompt(*range(start, start + 13)) for start in (100, 200, 300, 400)]
+    before = Engine(World(host_bytes=16 * MiB, tiers=[tier])).start()
+    for chain in chains:
+        before.store(chain)
+    assert len(tier.records) == 4 * 13
+    engine = Engine(World(host_bytes=64 * CHUNK_BYTES, tiers=[tier])).start()
+    for part in range(64):
+        engine.store(prompt(part))
+    tier.answers = False
+    for chain in chains:
+        hung, tier.waiting = tier.waiting, []
+        ask(engine, chain)
+        engine.world.answer(tier)
+        *come, last = tier.waiting
+        tier.waiting = [*hung, last]
+        for job in come:
+            engine.world.give(tier.answer(job))
+    assert not engine.heard(m.Match)
+    assert len(tier.loaded) == 48, "three quarters of the host"
 
 
 def test_a_load_takes_no_longer_than_computing_would(tier: FakeTier) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from kvtide.core import reasons
-from kvtide.core.reasons import DropReason, MissReason, OffReason
+from kvtide.core.reasons import CutReason, DropReason, MissReason, OffReason
 
 SOURCES = Path(reasons.__file__).parents[1]
-REASONS = [reason for kind in (OffReason, MissReason, DropReason) for reason in kind]
+REASONS = [reason for kind in (OffReason, MissReason, DropReason, CutReason) for reason in kind]
 
 
 @pytest.fixture(scope="module")

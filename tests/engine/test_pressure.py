@@ -29,6 +29,7 @@ SEQUENCES_MAX = 8
 HOST_BYTES = 16 * MiB
 """Sixteen chunks: the least that this layout can do with."""
 USERS = 8
+ROUNDS_MAX = 8
 OFF = {"kv_transfer_params": {"kvtide": "off"}}
 
 
@@ -82,18 +83,23 @@ def alone(engine: ServedEngine, tokens: list[int], count: int) -> Completion:
 
 
 def test_preempted_requests_are_resumed_rightly(served: ServedEngine, node: Node) -> None:
-    """Eight requests that grow to 22 blocks each, in a pool of 128; twice, so that they hit."""
+    """Eight requests that grow to 22 blocks each, in a pool of 128, until some that hit were
+    preempted: how many run at the same time depends on when their loads arrive.
+    """
     prompts = [prompt(f"preempted {i}", 400 + 7 * i) for i in range(8)]
     references = [alone(served, tokens, 260) for tokens in prompts]
-    for _ in range(2):
+    for _ in range(ROUNDS_MAX):
         forget(served)
-        before = preemptions(served)
+        preempted = preemptions(served)
+        hits = node.count("tokens.external")
         answers = together(served, prompts, 260)
-        assert preemptions(served) > before
         for answer, reference in zip(answers, references, strict=True):
             assert_close(answer, reference)
         node.wait_at_rest()
-    assert node.count("tokens.external") > 0
+        if preemptions(served) > preempted and node.count("tokens.external") > hits:
+            break
+    else:
+        pytest.fail(f"no request that hit was preempted in {ROUNDS_MAX} rounds")
     assert node.count("recomputed_tokens") > 0
 
 

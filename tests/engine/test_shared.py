@@ -1,40 +1,56 @@
-"""Two engines, each with a node of its own, and between them one place that both share."""
+"""Two engines, each with a node of its own, and between them one place that both share.
+
+The place is killed, unmounted or emptied under them, too: that costs no answer and, beyond a
+moment, no time; hits resume by themselves when it is there again.
+"""
 
 import json
+import os
+import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvtide.testing import redis_servers
+from kvtide.testing.completions import Completion
 from kvtide.testing.serving import ServedEngine
 from tests.engine.answers import ask, assert_same, forget, is_same, whole_blocks
 from tests.engine.conftest import engine_on, make_node
-from tests.engine.nodes import Node, Status
+from tests.engine.nodes import Node, Status, wait_until
 from tests.engine.prompts import prompt
+from tests.engine.shared_places import SharedPlace, directory_place, server_place
 
 BLOCK = 128
 LENGTHS = (BLOCK + 1, 3 * BLOCK + 5, 2000)
+BLOCKS = 5
+"""Of a prompt whose place goes."""
+T_HEAL_S = 7.0
+"""Contract: two heartbeats and 5 s. A directory that is away is tried after 1, 2, 4 … s, so it may
+take as long again as it was away."""
+WAIT_MS_MAX = 500.0
+"""What a place that is away may add to a request: nothing, but on a busy machine."""
+ASKED_AWAY = 8
+"""Requests meanwhile; more than it takes to open a breaker."""
 
 
 @pytest.fixture(scope="module", params=["shared_dir", "redis"])
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, object]]:
-    """An entry of `tiers`."""
-    directory = tmp_path_factory.mktemp("all")
-    entry = {"type": request.param, "bytes_max": 2**31}
+) -> Iterator[SharedPlace]:
+    """One of each type."""
     if request.param == "shared_dir":
-        yield entry | {"path": str(directory)}
-        return
-    with redis_servers.running("valkey", directory) as server:
-        yield entry | {"url": f"redis://127.0.0.1:{server.port}"}
+        with directory_place() as one:
+            yield one
+    else:
+        with server_place(tmp_path_factory.mktemp("server")) as one:
+            yield one
 
 
 @pytest.fixture(scope="module")
-def nodes(place: dict[str, object]) -> Iterator[tuple[Node, Node]]:
+def nodes(place: SharedPlace) -> Iterator[tuple[Node, Node]]:
     """Two nodes that share nothing but the place, as on two machines."""
-    variables = {"KVTIDE_TIERS": json.dumps([place]), "KVTIDE_LOAD_POLICY": "always"}
+    variables = {"KVTIDE_TIERS": json.dumps([place.entry]), "KVTIDE_LOAD_POLICY": "always"}
     for one in make_node():
         for other in make_node():
             for node in (one, other):
@@ -57,17 +73,18 @@ def shared(status: Status) -> Status:
     return dict(tier)
 
 
-def is_written(status: Status) -> bool:
-    """Nothing is on its way to the place, and something is there."""
-    return bool(shared(status)["records"]) and not shared(status)["queued_bytes"]
+def wait_sent(node: Node) -> Status:
+    """Until nothing is on its way to the place any more."""
+    node.wait_at_rest()
+    return node.wait("all is sent", lambda status: not shared(status)["queued_bytes"])
 
 
 def wait_written(node: Node, other: Node) -> None:
     """Until what was computed is in the place, and the other one has seen it."""
-    node.wait_at_rest()
-    status = node.wait("all is written", is_written)
+    status = wait_sent(node)
+    count = shared(status)["records"]
+    assert count
     if "shared_dir" in status["tiers"]:  # a server is asked each time
-        count = shared(status)["records"]
         other.wait("it is seen", lambda status: shared(status)["records"] == count)
 
 
@@ -76,7 +93,7 @@ def wait_written(node: Node, other: Node) -> None:
 def test_what_one_engine_computed_is_a_hit_on_the_other(
     engines: tuple[ServedEngine, ServedEngine],
     nodes: tuple[Node, Node],
-    place: dict[str, object],
+    place: SharedPlace,
     way: str,
     length: int,
 ) -> None:
@@ -90,7 +107,7 @@ def test_what_one_engine_computed_is_a_hit_on_the_other(
     with other.loading(whole_blocks(length, BLOCK) // BLOCK):
         ours = ask(engines[1 - first], tokens)
     assert_same(ours, own)
-    assert other.count(f"tier_loads.{place['type']}.loaded") > 0
+    assert other.count(f"tier_loads.{place.entry['type']}.loaded") > 0
     assert not is_same(ours, ask(engines[first], prompt_of("another", length)))
 
 
@@ -111,10 +128,85 @@ def test_hits_outlive_the_node_that_stored_them(
         assert_same(ask(engines[0], tokens), own)
 
 
+def test_only_the_same_salt_hits_on_the_other(
+    engines: tuple[ServedEngine, ServedEngine], nodes: tuple[Node, Node], place: SharedPlace
+) -> None:
+    """Not a byte is even read for another one."""
+    tokens = prompt_of("salted", BLOCKS * BLOCK + 3)
+    ask(engines[0], tokens, cache_salt="mine")
+    own = ask(engines[0], tokens, cache_salt="mine")
+    wait_written(*nodes)
+    loaded = f"tier_loads.{place.entry['type']}.loaded"
+    before = nodes[1].count(loaded)
+    for salt in ({"cache_salt": "yours"}, {}):
+        with nodes[1].loading(0):
+            assert ask(engines[1], tokens, **salt).cached_tokens == 0
+    nodes[1].wait_at_rest()
+    assert nodes[1].count(loaded) == before
+    with nodes[1].loading(BLOCKS):
+        assert_same(ask(engines[1], tokens, cache_salt="mine"), own)
+
+
+# ---- the place goes, and comes back
+
+
+def test_a_place_that_goes_costs_no_answer_and_hits_resume_when_it_is_back(
+    engines: tuple[ServedEngine, ServedEngine], nodes: tuple[Node, Node], place: SharedPlace
+) -> None:
+    """It goes while a request asks for it. Engines and nodes live on; what it held is found again,
+    and what was computed meanwhile gets there once it is used again."""
+    here, there = engines
+    under_way, missed, kept, late = (
+        prompt_of(name, BLOCKS * BLOCK + 3) for name in ("under way", "missed", "kept", "late")
+    )
+    cold = {}
+    for name, tokens in (("missed", missed), ("kept", kept), ("under way", under_way)):
+        cold[name] = ask(here, tokens)
+    own = ask(here, kept)
+    wait_written(*nodes)
+    lives = [node.pid for node in nodes], [engine.processes() for engine in engines]
+    uncached = [ask(there, prompt_of(f"here {n}", 200), 2).ttft_ms for n in range(5)]
+    nodes[1].wait_at_rest()
+    with there.stream(under_way, 8, logprobs=True, ignore_eos=True) as stream:
+        place.take_away()
+        began_s = time.monotonic()
+        assert_right(here, under_way, stream.finish())
+    away = [ask(there, prompt_of(f"away {n}", 200), 2).ttft_ms for n in range(ASKED_AWAY)]
+    assert statistics.median(away) <= statistics.median(uncached) + WAIT_MS_MAX
+    nodes[1].wait("it is seen", lambda status: shared(status)["state"] != "on")
+    answer = ask(there, missed)
+    assert answer.cached_tokens == 0
+    assert is_same(answer, cold["missed"])
+    ask(here, late)
+    place.give_back()
+    is_server = place.entry["type"] == "redis"
+    heal_s = T_HEAL_S if is_server else T_HEAL_S + time.monotonic() - began_s
+    for node in nodes:
+        node.wait("it is back", lambda status: shared(status)["state"] == "on", heal_s)
+    with nodes[1].loading(BLOCKS):
+        assert_same(ask(there, kept), own)
+    own = ask(here, late)
+    forget(here)
+    assert_same(ask(here, late), own)  # which offers it again
+    wait_written(*nodes)
+    with nodes[1].loading(BLOCKS):
+        assert_same(ask(there, late), own)
+    assert lives == ([node.pid for node in nodes], [engine.processes() for engine in engines])
+
+
+def assert_right(engine: ServedEngine, tokens: list[int], answer: Completion) -> None:
+    """What the engine says by a hit of its own of that length."""
+    world = {"cache_salt": os.urandom(8).hex()}
+    if answer.cached_tokens:
+        ask(engine, tokens[: answer.cached_tokens + 1], **world)
+    assert_same(answer, ask(engine, tokens, **world))
+
+
 def test_a_clear_here_leaves_what_is_there(
     engines: tuple[ServedEngine, ServedEngine], nodes: tuple[Node, Node]
 ) -> None:
-    """What was cleared is not found here, whoever stored it; the other goes on having its own."""
+    """What was cleared is not found here, whoever stored it; the other goes on having its own.
+    From now on the two do not see the same."""
     tokens = prompt_of("cleared", 2 * BLOCK + 3)
     ask(engines[1], tokens)
     wait_written(nodes[1], nodes[0])
@@ -122,6 +214,31 @@ def test_a_clear_here_leaves_what_is_there(
     assert ask(engines[0], tokens).cached_tokens == 0
     forget(engines[1])
     assert ask(engines[1], tokens).cached_tokens == 2 * BLOCK
+
+
+def test_a_place_that_lost_all_has_misses_and_is_filled_anew(
+    engines: tuple[ServedEngine, ServedEngine], nodes: tuple[Node, Node], place: SharedPlace
+) -> None:
+    """Hits resume both ways; nobody is started again."""
+    tokens = prompt_of("lost", BLOCKS * BLOCK + 3)
+    cold = ask(engines[0], tokens)
+    wait_sent(nodes[0])
+    lives = [node.pid for node in nodes]
+    place.lose()
+    answer = ask(engines[1], tokens)
+    assert answer.cached_tokens == 0
+    assert is_same(answer, cold)
+    for first in (0, 1):
+
+        def is_shared(first: int = first) -> bool:
+            """Whether something that one computes now is a hit on the other."""
+            anew = prompt_of(os.urandom(8).hex(), BLOCK + 3)
+            ask(engines[first], anew)
+            wait_sent(nodes[first])
+            return ask(engines[1 - first], anew).cached_tokens == BLOCK
+
+        wait_until("hits resume", is_shared, T_HEAL_S)
+    assert lives == [node.pid for node in nodes]
 
 
 def prompt_of(name: str, length: int) -> list[int]:

@@ -2,13 +2,15 @@
 
 import os
 import queue
+import resource
 import threading
 from collections.abc import Iterator
 
 import pytest
 
 from kvtide.errors import HostMemoryError
-from kvtide.memory.mapped import MappedRegions
+from kvtide.memory import mapped as mapped_module
+from kvtide.memory.mapped import DESCRIPTORS_LEFT_MIN, MappedRegions
 from kvtide.memory.region import GenerationMemory, MappedRegion, RegionMemory
 from kvtide.units import KiB
 
@@ -32,11 +34,16 @@ class Said:
     def __init__(self, descriptors: list[int]) -> None:
         self.descriptors = descriptors
         self.words: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self.detail = ""
         self.regions = MappedRegions(
             lambda number: self.words.put(("open", number)),
-            lambda number, _: self.words.put(("failed", number)),
+            self.failed,
             lambda number: self.words.put(("left", number)),
         )
+
+    def failed(self, number: int, detail: str) -> None:
+        self.detail = detail
+        self.words.put(("failed", number))
 
     def offer(self, number: int) -> None:
         self.regions.offer(number, CELL_COUNT, CELL_BYTES, self.descriptors)
@@ -177,3 +184,38 @@ def test_a_fault_while_one_region_is_populated_costs_that_one(
         assert said.next() == ("failed", 1)
     said.offer(2)
     assert said.next() == ("open", 2)
+
+
+def test_regions_leave_the_engine_descriptors(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host of hundreds of GiB has more regions than a process may open files."""
+    open_count = 100
+    monkeypatch.setattr(mapped_module, "_open_count", lambda: open_count)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    open_count = 1024 - DESCRIPTORS_LEFT_MIN
+    said.offer(1)
+    assert said.next() == ("open", 1)
+    open_count += 1
+    said.offer(2)
+    assert said.next() == ("failed", 2)
+    assert "ulimit -n" in said.detail
+    open_count -= 1
+    said.offer(2)
+    assert said.next() == ("open", 2), "the engine has closed one"
+
+
+def test_a_process_of_few_descriptors_keeps_a_part_of_them(
+    said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (400, 400))
+    for open_count, outcome in ((300, "open"), (301, "failed"), (None, "failed")):
+        monkeypatch.setattr(mapped_module, "_open_count", lambda count=open_count: count)
+        number = 1000 + (open_count or 0)
+        said.offer(number)
+        assert said.next() == (outcome, number)
+
+
+def test_what_is_open_is_counted() -> None:
+    before = mapped_module._open_count()
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    assert mapped_module._open_count() == (before or 0) + 1
+    os.close(descriptor)

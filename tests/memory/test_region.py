@@ -1,5 +1,6 @@
 """Regions: allocated ahead, sealed, mapped by workers; generations that only the node writes."""
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -174,6 +175,23 @@ def test_populating_fills_the_page_tables(mapped: MappedRegion) -> None:
     assert smaps(address)["Rss"] == "0 kB"
     assert mapped.populate(threading.Event())
     assert smaps(address)["Rss"] == f"{REGION_BYTES // KiB} kB"
+
+
+def test_the_nodes_own_view_is_populated_once_it_is_asked_for(memory: RegionMemory) -> None:
+    memory.populate()
+    view = memory.view()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    assert smaps(address)["Rss"] == "0 kB", "there was no view to populate"
+    memory.populate()
+    assert smaps(address)["Rss"] == f"{REGION_BYTES // KiB} kB"
+
+
+def test_a_kernel_that_cannot_populate_costs_speed_alone(
+    memory: RegionMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region_module, "MADV_POPULATE_WRITE", 9999)
+    memory.view()
+    memory.populate()
 
 
 def test_without_the_kernels_help_pages_are_touched(

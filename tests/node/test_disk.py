@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from kvtide.cli.page import page
+from kvtide.core.layout import KVLayout
+from kvtide.node.memory import NodeMemory, RegionFiles
 from kvtide.testing.fake_engine import FakeEngine, Loaded, Shape, make_tokens
 from kvtide.testing.node_process import NodeProcess
+from kvtide.units import KiB, MiB
 from kvtide.wire.command import ask
 from tests.node.fixtures import StartNode
 from tests.node.test_engines import check_sums, idle, wait_status
@@ -58,6 +61,36 @@ def test_what_a_node_held_is_found_by_the_next(
         assert status["counts"]["tier_loads.disk.loaded"] == 3
         assert "tier_stores.disk.stored" not in status["counts"], "it came from there"
     ask(node.places, "check")
+
+
+def test_memory_that_tiers_read_and_write_is_populated(
+    new_node: StartNode, disk_path: Path
+) -> None:
+    """Direct I/O into a view that is not runs at half of what drives give."""
+    node = disk_node(new_node, disk_path)
+    with FakeEngine(node.places, "one"):
+        host = wait_status(node, lambda status: status["host"]["regions"])["host"]
+        wait_status(node, lambda _: shared_bytes(node.pid) >= host["allocated_bytes"])
+
+
+def test_without_tiers_no_memory_is_populated() -> None:
+    memory = NodeMemory(64 * MiB, has_tiers=False)
+    before = shared_bytes(os.getpid())
+    made = memory.make(1, KVLayout(16, 64, (MiB,)), 8).result()
+    assert isinstance(made, RegionFiles), made
+    memory.add(1, made)
+    memory.free(1).result()  # by the same thread: whatever was handed to it before has run
+    assert shared_bytes(os.getpid()) - before < 8 * MiB
+
+
+def shared_bytes(pid: int) -> int:
+    """Shared memory in the page tables of a process."""
+    (line,) = (
+        line
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+        if line.startswith("RssShmem:")
+    )
+    return int(line.split()[1]) * KiB
 
 
 def test_more_than_memory_holds_is_still_hit(new_node: StartNode, disk_path: Path) -> None:

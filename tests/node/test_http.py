@@ -3,10 +3,13 @@
 import json
 import signal
 import socket
+import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from kvtide.node import http
 from kvtide.testing.fake_engine import FakeEngine, make_tokens
 from kvtide.testing.node_process import NodeProcess
 from kvtide.wire.command import ask
-from tests.node.fixtures import StartNode
+from tests.node.fixtures import HOST_BYTES, StartNode
 
 TOKEN = "correct-horse"
 
@@ -41,6 +44,20 @@ def address(new_node: StartNode) -> str:
     node.start()
     wait_page(address)
     return address
+
+
+@pytest.fixture(scope="module")
+def shared_address() -> Iterator[str]:
+    """The same of one node, for all who do no more than ask it: it must bear them all."""
+    address = f"127.0.0.1:{free_port()}"
+    with tempfile.TemporaryDirectory(prefix="kvt-", dir="/tmp") as directory:
+        node = NodeProcess(
+            Path(directory), host_bytes=HOST_BYTES, http_address=address, http_token=TOKEN
+        )
+        node.environment["XDG_CONFIG_HOME"] = directory
+        with node:
+            wait_page(address)
+            yield address
 
 
 def wait_page(address: str) -> None:
@@ -80,17 +97,17 @@ def test_nothing_listens_by_default(running_node: NodeProcess) -> None:
     assert not held & listening
 
 
-def test_health_and_metrics_need_no_token(address: str) -> None:
-    assert get(address, "/healthz") == (200, "ok\n")
-    assert get(address, "/metrics?x=1")[0] == 200
+def test_health_and_metrics_need_no_token(shared_address: str) -> None:
+    assert get(shared_address, "/healthz") == (200, "ok\n")
+    assert get(shared_address, "/metrics?x=1")[0] == 200
 
 
-def test_status_needs_the_token(address: str) -> None:
-    assert refusal(address, "/status") == 403
-    assert refusal(address, "/status", Authorization="Bearer wrong") == 403
-    assert refusal(address, "/status", Authorization=TOKEN) == 403
-    assert refusal(address, "/status", Authorization="Bearer \xff\xfe") == 403
-    code, body = get(address, "/status", Authorization=f"Bearer {TOKEN}")
+def test_status_needs_the_token(shared_address: str) -> None:
+    assert refusal(shared_address, "/status") == 403
+    assert refusal(shared_address, "/status", Authorization="Bearer wrong") == 403
+    assert refusal(shared_address, "/status", Authorization=TOKEN) == 403
+    assert refusal(shared_address, "/status", Authorization="Bearer \xff\xfe") == 403
+    code, body = get(shared_address, "/status", Authorization=f"Bearer {TOKEN}")
     assert code == 200
     status = json.loads(body)
     assert status["node"]["settings"]
@@ -105,10 +122,10 @@ def test_status_is_refused_without_a_token_to_ask_for(new_node: StartNode) -> No
     assert refusal(address, "/status", Authorization="Bearer None") == 403
 
 
-def test_other_pages_and_methods_are_refused(address: str) -> None:
-    assert refusal(address, "/") == 404
-    assert refusal(address, "/../etc/passwd") == 404
-    request = urllib.request.Request(f"http://{address}/healthz", data=b"x", method="POST")
+def test_other_pages_and_methods_are_refused(shared_address: str) -> None:
+    assert refusal(shared_address, "/") == 404
+    assert refusal(shared_address, "/../etc/passwd") == 404
+    request = urllib.request.Request(f"http://{shared_address}/healthz", data=b"x", method="POST")
     with pytest.raises(urllib.error.HTTPError) as raised:
         urllib.request.urlopen(request, timeout=10)
     raised.value.close()
@@ -129,8 +146,8 @@ def test_other_pages_and_methods_are_refused(address: str) -> None:
         bytes(range(256)) * 64,
     ],
 )
-def test_bad_request_costs_only_itself(address: str, words: bytes) -> None:
-    host, port = address.split(":")
+def test_bad_request_costs_only_itself(shared_address: str, words: bytes) -> None:
+    host, port = shared_address.split(":")
     with socket.create_connection((host, int(port)), timeout=10) as sock:
         try:
             sock.sendall(words)
@@ -139,12 +156,12 @@ def test_bad_request_costs_only_itself(address: str, words: bytes) -> None:
                 pass
         except OSError:  # closed by the node, perhaps before all was said
             pass
-    assert get(address, "/healthz")[0] == 200
+    assert get(shared_address, "/healthz")[0] == 200
 
 
-def test_clients_that_say_nothing_are_bounded(address: str) -> None:
+def test_clients_that_say_nothing_are_bounded(shared_address: str) -> None:
     """So many are kept for two seconds, others are closed at once; afterwards all is well."""
-    host, port = address.split(":")
+    host, port = shared_address.split(":")
     with ExitStack() as stack:
         silent = [
             stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
@@ -152,12 +169,12 @@ def test_clients_that_say_nothing_are_bounded(address: str) -> None:
         ]
         ends = [sock.recv(1) for sock in silent]
         assert ends == [b""] * len(silent)
-    wait_page(address)
+    wait_page(shared_address)
 
 
-def test_clients_that_trickle_are_cut_off(address: str) -> None:
+def test_clients_that_trickle_are_cut_off(shared_address: str) -> None:
     """A byte now and then is no silence: as many as are served at once, and still others are."""
-    host, port = address.split(":")
+    host, port = shared_address.split(":")
     with ExitStack() as stack:
         slow = [
             stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
@@ -168,7 +185,7 @@ def test_clients_that_trickle_are_cut_off(address: str) -> None:
             time.sleep(0.2)
             slow = [sock for sock in slow if is_fed(sock)]
         assert not slow
-    assert get(address, "/healthz") == (200, "ok\n")
+    assert get(shared_address, "/healthz") == (200, "ok\n")
 
 
 def is_fed(sock: socket.socket) -> bool:

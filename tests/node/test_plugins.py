@@ -16,11 +16,13 @@ from kvtide.node import build
 from kvtide.testing.fake_engine import FakeEngine, Loaded, make_tokens
 from kvtide.testing.node_process import NodeProcess
 from kvtide.tiers import registry
+from kvtide.wire.command import ask
 from tests.node.fixtures import StartNode
 from tests.node.test_engines import check_sums, idle, wait_status
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tier_sqlite"
 TOKENS = make_tokens(16 * 10, seed=1)  # two chunks and a tail of two blocks
+OTHER_TOKENS = make_tokens(16 * 10, seed=2)
 SECRET = "hunter2-and-more"
 
 
@@ -75,6 +77,7 @@ def read(*entries: dict[str, object]) -> config.Config:
     return config.read(environ={"KVTIDE_TIERS": json.dumps(entries)})
 
 
+@pytest.mark.long
 def test_the_example_keeps_every_promise_of_a_tier() -> None:
     """By its own tests, as its author runs them."""
     paths = [str(EXAMPLE / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -151,6 +154,55 @@ def test_a_package_that_cannot_be_used_costs_its_tier(
         assert "goes without the tier broken" in caplog.text
     finally:
         sys.modules.pop("broken_tier", None)
+
+
+FAULTY = """
+from dataclasses import replace
+from kvtide_sqlite import TYPE as SQLITE
+
+def open_faulty(*arguments):
+    tier = SQLITE.open(*arguments)
+    load = tier.load
+
+    def faulty_load(job):
+        load(job)
+        tier.poll = lambda: 1 // 0
+
+    tier.load = faulty_load
+    return tier
+
+TYPE = replace(SQLITE, open=open_faulty)
+"""
+"""A tier that takes a load, and then fails in a call that has nothing to do with it."""
+
+
+@pytest.mark.usefixtures("example")
+def test_a_fault_in_another_package_costs_its_tier_and_not_the_node(
+    new_node: StartNode, site: Path, tmp_path: Path
+) -> None:
+    """What waits for it is answered in time; the cells that it was lent are accounted for."""
+    install(site, "faulty_tier", {"faulty": "faulty_tier:TYPE"})
+    (site / "faulty_tier.py").write_text(FAULTY)
+    tiers = json.dumps([entry(tmp_path, type="faulty", name="lite")])
+    node = new_node(tiers=tiers)
+    node.start()
+    with FakeEngine(node.places, "one") as engine:
+        engine.store(TOKENS)
+        wait_status(node, lambda status: status["tiers"]["lite"]["records"] == 3)
+        node.end()
+    node = new_node(tiers=tiers)
+    node.start()
+    pid = node.pid
+    with FakeEngine(node.places, "two") as engine:
+        assert engine.load(TOKENS) == Loaded(0, 0)
+        status = node.status()
+        assert "ZeroDivisionError" in status["tiers"]["lite"]["state"]
+        assert status["host"]["storing_bytes"], "still lent to the tier"
+        engine.store(OTHER_TOKENS)
+        assert engine.load(OTHER_TOKENS) == Loaded(10, 10)
+        assert ask(node.places, "check")["entries"]
+    assert node.status()["node"]["pid"] == pid
+    assert node.log().count("a fault in tier lite") == 1
 
 
 def test_a_package_that_hangs_does_not_keep_a_node_from_serving(

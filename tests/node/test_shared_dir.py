@@ -25,7 +25,7 @@ def shared(tmp_path: Path) -> dict[str, object]:
     return {"type": "shared_dir", "path": str(tmp_path / "all"), "bytes_max": "256MiB"}
 
 
-def parts(shared: dict[str, object]) -> set[Path]:
+def folders(shared: dict[str, object]) -> set[Path]:
     """Sub-directories of members."""
     return {path for path in Path(str(shared["path"])).iterdir() if path.is_dir()}
 
@@ -59,7 +59,7 @@ def test_what_one_node_stored_is_a_hit_on_another(
             ask(node.places, "check")
 
 
-def test_a_node_that_was_killed_has_its_part_again(
+def test_a_node_that_was_killed_has_its_folder_again(
     runtime_dir: Path, shared: dict[str, object]
 ) -> None:
     """And what it stored is a hit on the other in between."""
@@ -69,13 +69,13 @@ def test_a_node_that_was_killed_has_its_part_again(
             wait_written(here, "shared_dir", 3)
             here.kill()
         wait_written(there, "shared_dir", 3)
-        before = parts(shared)
+        before = folders(shared)
         with FakeEngine(there.places, "two") as engine:
             assert engine.load(TOKENS) == Loaded(10, 10)
         here.start()
         with FakeEngine(here.places, "three") as engine:
             assert engine.load(TOKENS) == Loaded(10, 10)
-        assert parts(shared) == before
+        assert folders(shared) == before
         assert here.status()["tiers"]["shared_dir"]["bytes_used"] > 3 * 16 * 4096
 
 

@@ -12,12 +12,15 @@ import pytest
 
 from kvtide import config
 from kvtide.clock import MonotonicClock
+from kvtide.core import effects as fx
 from kvtide.core import messages as m
 from kvtide.core.layout import KVLayout
+from kvtide.core.records import Record, RootName
 from kvtide.node import build, runtime
 from kvtide.node.memory import RegionFiles, allocate
+from kvtide.node.tiers import HEALTH_MS, Tiers
 from kvtide.testing.memory_tier import MemoryTier
-from kvtide.tiers.base import Done
+from kvtide.tiers.base import Done, Found, LoadOutcome, Stored, StoreOutcome
 from kvtide.tiers.disk import opening
 from kvtide.units import MiB
 from kvtide.wire.places import Places
@@ -161,3 +164,117 @@ def test_auto_counts_what_is_free_and_what_is_ours(
         file.flush()
         os.fsync(file.fileno())  # else the file system may not count it yet
     assert opening.bytes_of(tmp_path, "auto") == int(11 * MiB * opening.RATIO_AUTO)
+
+
+# ---- a tier that is not what it should be
+
+LAYOUT = KVLayout(16, 16, (4096,))
+ROOT = RootName(bytes(32), bytes(32), b"", bytes(32))
+RECORD = Record(ROOT, ROOT.key, b"k" * 32, b"k" * 16, LAYOUT)
+ASK = fx.AskTier(0, 1, ROOT, ROOT.key, RECORD.key, b"", LAYOUT)
+LOAD = fx.LoadFrom(0, 2, RECORD, m.Run(1, 0, 1, 1))
+STORE = fx.StoreTo(0, 1, RECORD, m.Run(1, 0, 1, 1))
+
+
+class Stub(MemoryTier):
+    """Says what it is told to say; a fault in one of its calls where it has one."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__(wake=lambda: None, bytes_max=MiB)
+        self.says: list[Done] = []
+        self.calls: list[str] = []
+        self.close(10)
+        for name in ("lookup", "load", "store", "clear", "tick", "statistics", "poll"):
+            setattr(self, name, self._call(name, getattr(self, name), is_fault=name == fault))
+
+    def _call(
+        self, name: str, method: Callable[..., object], *, is_fault: bool
+    ) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            self.calls.append(name)
+            if is_fault:
+                raise KeyError("a fault")
+            if name == "poll":
+                said, self.says = self.says, []
+                return said
+            return None if name in ("lookup", "load", "store") else method(*arguments)
+
+        return call
+
+
+class Fed:
+    """Tiers, and what the machine is told."""
+
+    def __init__(self, *tiers: Stub) -> None:
+        self.events: list[fx.Event] = []
+        self.tiers = Tiers(tiers, lambda _: [memoryview(bytearray(4096))], self.events.append)
+        for number, tier in enumerate(tiers):
+            tier.name = f"tier {number}"
+
+    @property
+    def states(self) -> list[str]:
+        return [numbers.state for numbers in self.tiers.statistics().values()]
+
+
+@pytest.mark.parametrize(
+    "fault", ["lookup", "load", "store", "clear", "tick", "statistics", "poll"]
+)
+def test_what_a_tier_raises_costs_that_tier(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody waits for it any more; what it may still write or read stays its own."""
+    stub, other = Stub(fault), Stub()
+    fed = Fed(stub, other)
+    for effect in (ASK, LOAD, STORE, fx.ClearTiers(None)):
+        fed.tiers.carry_out(effect)
+    fed.tiers.tick(HEALTH_MS)
+    assert fed.states == [
+        "off until the node's next start, for a fault of its own: KeyError('a fault')",
+        "on",
+    ]
+    assert caplog.text.count("a fault in tier tier 0") == 1
+    assert fed.events[0] == fx.TierFound(1, [], may_go_on=False)
+    given = stub.calls.index(fault) if fault in ("lookup", "load") else 3
+    ends: list[fx.Event] = [
+        fx.TierLoaded(2, LoadOutcome.FAILED, is_ok=False),
+        fx.TierStored(1, StoreOutcome.FAILED, is_ok=False),
+    ]
+    assert fed.events[1:] == ends[given:], "what it has never been given ends at once"
+    del stub.calls[:], fed.events[:]
+    for effect in (ASK, LOAD, STORE):
+        fed.tiers.carry_out(effect)
+    fed.tiers.tick(2 * HEALTH_MS)
+    assert not stub.calls
+    assert len(fed.events) == 3
+    assert {"tick", "statistics", "poll"} <= set(other.calls), "the other goes on"
+    fed.tiers.carry_out(fx.ClearTiers(None))
+    assert stub.calls == ["clear"], "its next start shall find nothing of that"
+
+
+OTHER = Record(ROOT, b"p" * 32, b"k" * 32, b"k" * 16, LAYOUT)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        Stored(1, StoreOutcome.STORED),
+        Stored(7, StoreOutcome.STORED),
+        Found(1, [OTHER], may_go_on=False),
+        Found(1, [RECORD, RECORD], may_go_on=False),
+        Found(2, [], may_go_on=False),
+        Stored(1, "good"),  # type: ignore[arg-type]
+        None,
+    ],
+    ids=["twice", "unasked", "another chain", "too much", "of a load", "no outcome", "nothing"],
+)
+def test_what_a_tier_may_not_say_costs_that_tier(said: Done) -> None:
+    """The machine is told what came before that, and of lookups that nothing was found."""
+    stub = Stub()
+    fed = Fed(stub)
+    for effect in (ASK, LOAD, STORE):
+        fed.tiers.carry_out(effect)
+    stub.says = [Stored(1, StoreOutcome.STORED), said]
+    fed.tiers.poll()
+    assert "for a fault of its own" in fed.states[0]
+    assert fed.events == [
+        fx.TierFound(1, [], may_go_on=False),
+        fx.TierStored(1, StoreOutcome.STORED, is_ok=True),
+    ]

@@ -1,5 +1,6 @@
 """Disk tiers for tests: on a file system that can fail, small, and measured from outside."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -100,6 +101,17 @@ def bytes_taken(path: Path) -> int:
         except FileNotFoundError:
             continue  # unlinked meanwhile
     return total
+
+
+def open_files() -> list[str]:
+    """What descriptors of this process lead to."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+        except FileNotFoundError:
+            continue  # closed meanwhile
+    return found
 
 
 def place_of(tier: DiskTier, record: Record) -> tuple[Path, int]:

@@ -20,6 +20,22 @@ SMALL = layout_of(4096, 8192)
 TINY = layout_of(4096)
 
 
+class LateFiles(FaultyFiles):
+    """A server that renames, and whose answer is lost: the client asks again, and hears that there
+    is nothing to rename."""
+
+    def __init__(self, path_part: str) -> None:
+        """Once, where the name that is given has this in it."""
+        super().__init__()
+        self._late = path_part
+
+    def rename(self, path: str, to: str) -> None:
+        super().rename(path, to)
+        if self._late and self._late in to:
+            self._late = ""
+            super().rename(path, to)
+
+
 def open_shared(
     path: Path, wake: Callable[[], None] = lambda: None, bytes_max: int = 8 * MiB, **more: Any
 ) -> SharedDirTier:
@@ -54,20 +70,20 @@ def files_of(tier: SharedDirTier) -> FaultyFiles:
     return files
 
 
-def part_of(tier: SharedDirTier) -> Path:
+def folder_of(tier: SharedDirTier) -> Path:
     """Its own sub-directory."""
     return tier.path / tier._place.own.hex()
 
 
 def file_of(tier: SharedDirTier, record: Record) -> Path:
     """Where it keeps a record."""
-    return part_of(tier) / record.key.hex()[:2] / record.key.hex()
+    return folder_of(tier) / record.key.hex()[:2] / record.key.hex()
 
 
-def bytes_taken(part: Path) -> int:
-    """What all files of a part take, as the file system counts them."""
+def bytes_taken(folder: Path) -> int:
+    """What all files of a folder take, as the file system counts them."""
     total = 0
-    for file in part.rglob("*"):
+    for file in folder.rglob("*"):
         try:
             total += 0 if file.is_dir() else file.stat().st_blocks * 512
         except FileNotFoundError:
@@ -85,6 +101,13 @@ def look(tier: DrivenTier) -> None:
 def tails(count: int, first: int = 0) -> list[Record]:
     """Records of one block, each right below the root."""
     return [chain_of(ROOT, TINY, text(number, 1))[0] for number in range(first, first + count)]
+
+
+def wait_quiet(tier: DrivenTier) -> None:
+    """Until its threads have done all that they were asked for."""
+    workers = shared_of(tier)._workers
+    while workers.are_writing or workers.running_reads() or workers.results:
+        tier.poll_for(0.01)
 
 
 def wait_on(tier: DrivenTier) -> None:

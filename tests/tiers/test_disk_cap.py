@@ -69,7 +69,12 @@ def chains(count: int, first: int = 0) -> list[list[Record]]:
 
 @pytest.mark.parametrize(
     ("segment_bytes", "sync"),
-    [(256 * KiB, "sealed"), (1 * MiB, "none"), (1 * MiB, "each"), (64 * MiB, "sealed")],
+    [
+        (256 * KiB, "sealed"),
+        pytest.param(1 * MiB, "none", marks=pytest.mark.long),
+        pytest.param(1 * MiB, "each", marks=pytest.mark.long),
+        (64 * MiB, "sealed"),
+    ],
 )
 def test_ten_times_the_cap_never_takes_more_than_the_cap(
     kv: Path, segment_bytes: int, sync: str

@@ -353,3 +353,30 @@ def test_a_stale_copy_is_not_found_though_the_later_one_is_gone(
     del model.records[leaf.key]
     model.sweep()
     model.check()
+
+
+def test_what_was_cleared_goes_though_a_store_needs_all_rows_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clear, a slice of the sweep, and then all that a start has left for later: rows that come
+    behind the slice are taken away too."""
+    monkeypatch.setattr("kvtide.tiers.disk.intake.EAGER_ROWS", -1)
+    kind = Kind(root_of(), LAYOUT)
+    keys = [bytes([number]) * KEY_BYTES for number in range(6)]
+    kept = [
+        Kept(at * PAGE, 0, key, kind.root.key, key[:INNER_DIGEST_BYTES])
+        for at, key in enumerate(keys)
+    ]
+    catalog = LazyCatalog()
+    for segment in (1, 2):
+        part = kept[3 * segment - 3 : 3 * segment]
+        catalog.take(segment, tables.from_rows({0: kind}, part), ())
+    assert catalog.settle() == []
+    assert catalog.retire([catalog.kind_numbers[kind]]) == len(kept)
+    places = catalog.sweep()
+    catalog.take_rest()
+    while not catalog.is_swept:
+        places += catalog.sweep()
+    assert len(places) == len(kept)
+    catalog.check_integrity()
+    assert not catalog.kinds

@@ -149,6 +149,20 @@ def test_a_directory_that_cannot_be_synced_takes_clears(tmp_path: Path) -> None:
         tier.keep(tails(2))
 
 
+def test_an_end_without_time_leaves_what_was_cleared_to_the_next_start(tmp_path: Path) -> None:
+    """A clear of millions takes seconds to be swept, and a node has fewer to end."""
+    with driven(tmp_path / "kv") as tier:
+        tier.keep([salted(1), *tails(3)])
+        tier.tier.clear(b"")
+        disk_of(tier).close(0.0)
+        assert not disk_of(tier)._catalog.is_swept
+        assert disk_of(tier)._workers.stop(30)
+        tier.poll()  # and gives the directory back
+    with driven(tmp_path / "kv") as tier:
+        assert_holds(tier, [salted(1)], [])
+        assert not any(map(tier.is_there, tails(3)))
+
+
 def cleared_in(path: Path) -> list[str]:
     return sorted(one.name for one in path.glob("*.cleared"))
 

@@ -1,6 +1,7 @@
 """A drive that hangs: its calls do not fail, they do not come back."""
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,11 @@ import pytest
 from kvtide.bounds import T_LOAD_MS
 from kvtide.testing.faulty_files import Call
 from kvtide.testing.tier_drive import DrivenTier
+from kvtide.testing.tier_records import chain_of, layout_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.disk.workers import LOAD_THREADS
-from tests.tiers.disk_place import assert_holds, disk_of, driven, files_of, tails
+from kvtide.units import KiB
+from tests.tiers.disk_place import ROOT, assert_holds, disk_of, driven, files_of, tails
 
 
 def hang(tier: DrivenTier, count: int) -> list[int]:
@@ -86,3 +89,33 @@ def test_a_probe_behind_a_write_that_hangs_keeps_nobody_waiting(tmp_path: Path) 
         assert tier.loaded(loads[0]) is LoadOutcome.LOADED
         assert tier.tier.statistics().state == "on"
         assert_holds(tier, [*tails(8), *tails(1, first=50)], [])
+
+
+def test_what_is_stored_while_a_probe_finds_the_directory_emptied_is_found_or_not_stored(
+    tmp_path: Path,
+) -> None:
+    """A load that comes back after all lets stores in again, ahead of what the probe has to say:
+    that nothing is left of before. Stores that wait would belong to that."""
+    chunks = [chain_of(ROOT, layout_of(64 * KiB), text(number, 4))[0] for number in range(8)]
+    with driven(tmp_path / "kv") as tier:
+        tier.keep(tails(1))
+        files = files_of(disk_of(tier))
+        files.stall(Call.READ, Call.MAKE_DIRECTORY)
+        [load] = hang(tier, 1)
+        assert tier.tier.statistics().state != "on"
+        shutil.rmtree(tmp_path / "kv")
+        tier.pass_time(1_000)
+        files.wait_stalled(2)  # the probe makes the directory anew
+        files.stall(Call.MAKE_DIRECTORY)
+        with files._change:
+            files._change.notify_all()
+        assert tier.loaded(load) is LoadOutcome.LOADED
+        assert tier.tier.statistics().state == "on"
+        jobs = [tier.submit_store(record) for record in chunks]
+        files.release()
+        for job in jobs:
+            is_stored = tier.stored(job) is StoreOutcome.STORED
+            assert tier.is_there(job.record) == is_stored
+        assert not tier.is_there(tails(1)[0])
+        tier.keep(chunks)
+        assert_holds(tier, chunks, tails(1))

@@ -1,5 +1,6 @@
 """The directory is the node's alone: who else may write to it could plant records and links."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -7,25 +8,47 @@ from pathlib import Path
 import pytest
 
 from kvtide.errors import ConfigError
+from kvtide.testing.faulty_files import Call
+from kvtide.testing.tier_drive import DrivenTier
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
+from kvtide.units import KiB
 from tests.tiers.disk_place import (
     assert_holds,
     disk_of,
     driven,
+    files_of,
     keep,
     open_disk,
+    open_files,
     place_of,
     settle,
     tails,
 )
 
 OTHER_USER = 54_321
+PROBES = 5
 
 
 @pytest.fixture
 def kv(tmp_path: Path) -> Path:
     """Where the tier is."""
     return tmp_path / "kv"
+
+
+def notice(tier: DrivenTier) -> None:
+    """Stores fail until the tier has seen that its lock is gone."""
+    outcomes = tier.store(tails(12, first=100))
+    assert StoreOutcome.STORED not in outcomes
+    assert outcomes[-1] is StoreOutcome.BROKEN
+
+
+def probe(tier: DrivenTier) -> str:
+    """Let it try whether the place works again; its state then."""
+    tier.pass_time(60_000)
+    while disk_of(tier)._writes.is_probing:
+        assert disk_of(tier)._workers.wait_result(30)
+        tier.poll()
+    return tier.tier.statistics().state
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o720, 0o1777])
@@ -145,6 +168,23 @@ def test_a_node_whose_segments_are_anothers_by_now_takes_nothing_for_its_own(kv:
         assert_holds(third, [*others, mine[0]], [])
 
 
+def test_a_store_that_comes_too_late_makes_no_hole_in_anothers_segment(kv: Path) -> None:
+    """Its bytes were on their way when the directory was emptied and taken: where they were to be
+    lies a record of the other's by now."""
+    with driven(kv) as first:
+        faults = files_of(disk_of(first))
+        faults.stall(Call.WRITE)
+        job = first.submit_store(tails(1)[0])
+        faults.wait_stalled(1)
+        for path in kv.iterdir():
+            path.unlink()
+        with driven(kv) as second:
+            second.keep(tails(1, first=50))
+            faults.release()
+            assert first.stored(job) is StoreOutcome.FAILED
+            assert_holds(second, tails(1, first=50), [])
+
+
 def test_nothing_of_before_is_found_once_an_emptied_directory_is_used_again(kv: Path) -> None:
     """Also where it was emptied while nothing was loaded: a record that cannot be there is not
     found, and its number is no other's."""
@@ -164,3 +204,114 @@ def test_nothing_of_before_is_found_once_an_emptied_directory_is_used_again(kv: 
         assert {path.name for path in kv.glob("*.segment")} == {"00000002.segment"}
     with driven(kv) as tier:
         assert_holds(tier, tails(4, first=200), tails(8))
+
+
+def test_what_a_node_left_in_a_directory_while_it_was_emptied_keeps_it_from_nothing(
+    kv: Path,
+) -> None:
+    """`rm DIR/*` takes the lock last, and does not see what is made meanwhile."""
+    records = tails(40)
+    with driven(kv, segment_bytes=64 * KiB) as tier:
+        tier.keep(records)
+        while not disk_of(tier)._space.segments[1].is_sealed:
+            tier.poll_for(0.01)
+        for path in kv.iterdir():
+            if path.name != "LOCK":
+                path.unlink()
+        assert tier.load(records[0]) is LoadOutcome.ABSENT
+        settle(tier)
+        assert [path.name for path in kv.glob("0*")] == ["00000001.rows"]
+        (kv / "LOCK").unlink()
+        notice(tier)
+        assert probe(tier) == "on"
+        assert not any(map(tier.is_there, records))
+        tier.keep(tails(4, first=200))
+        while len(disk_of(tier)._space.segments) > 1:
+            tier.poll_for(0.01)
+        assert len(list(kv.glob("*.segment"))) == 1
+        assert len(list(kv.glob("*.rows"))) == 1
+        assert_holds(tier, tails(4, first=200), records)
+    with driven(kv) as tier:
+        assert_holds(tier, tails(4, first=200), records)
+
+
+def test_a_directory_that_has_lost_its_lock_alone_keeps_all_the_rest(kv: Path) -> None:
+    """Every segment is there: the node makes another lock and goes on."""
+    records = tails(40)
+    with driven(kv, segment_bytes=64 * KiB) as tier:
+        tier.keep(records)
+        (kv / "LOCK").unlink()
+        notice(tier)
+        assert probe(tier) == "on"
+        with pytest.raises(ConfigError, match=f"process {os.getpid()}"):
+            open_disk(kv)
+        tier.keep(tails(4, first=200))
+        assert_holds(tier, records + tails(4, first=200), [])
+    with driven(kv) as tier:
+        assert_holds(tier, records + tails(4, first=200), [])
+
+
+def test_a_directory_that_has_lost_its_lock_and_a_segment_was_emptied(kv: Path) -> None:
+    """Who removes that much means all of it; what is left is removed, and nothing is found."""
+    records = tails(40)
+    with driven(kv, segment_bytes=64 * KiB) as tier:
+        tier.keep(records)
+        (kv / "LOCK").unlink()
+        (kv / "00000002.segment").unlink()
+        notice(tier)
+        assert probe(tier) == "on"
+        assert not any(map(tier.is_there, records))
+        while list(kv.glob("0*")):
+            tier.poll_for(0.01)
+        tier.keep(records)
+        assert_holds(tier, records, [])
+
+
+def test_segments_that_a_node_never_had_are_anothers_though_there_is_no_lock(kv: Path) -> None:
+    """They are not removed, and not added to."""
+    with driven(kv) as first:
+        first.keep(tails(4))
+        for path in kv.iterdir():
+            path.unlink()
+        keep(kv, tails(4, first=50))
+        keep(kv, tails(4, first=60))
+        (kv / "LOCK").unlink()
+        notice(first)
+        for _ in range(PROBES):
+            assert "another node" in probe(first)
+    with driven(kv) as second:
+        assert_holds(second, tails(4, first=50) + tails(4, first=60), [])
+
+
+def test_a_lock_that_cannot_be_had_yet_costs_no_descriptor(kv: Path) -> None:
+    """However often it is tried; nor is it taken for another node's, once it can be had."""
+    with driven(kv) as tier:
+        tier.keep(tails(4))
+        shutil.rmtree(kv)
+        files_of(disk_of(tier)).fail(Call.LOCK, errno.ENOLCK)
+        notice(tier)
+        for _ in range(PROBES):
+            assert f"errno {errno.ENOLCK}" in probe(tier)
+        assert files_of(disk_of(tier)).injected["lock ENOLCK"] == PROBES
+        assert len(locks_in(kv)) == 1, "that of before"
+        files_of(disk_of(tier)).heal()
+        assert probe(tier) == "on"
+        tier.keep(tails(4))
+
+
+def test_a_lock_that_cannot_be_read_costs_no_descriptor(kv: Path) -> None:
+    """It says which process has it."""
+    with driven(kv) as first:
+        first.keep(tails(4))
+        shutil.rmtree(kv)
+        with driven(kv):
+            files_of(disk_of(first)).fail(Call.READ, errno.EIO, path_part="LOCK")
+            notice(first)
+            for _ in range(PROBES):
+                assert f"errno {errno.EIO}" in probe(first)
+            assert len(locks_in(kv)) == 2, "one of each"
+
+
+def locks_in(kv: Path) -> list[str]:
+    """Descriptors of locks."""
+    return [name for name in open_files() if name.startswith(str(kv / "LOCK"))]

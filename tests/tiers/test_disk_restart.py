@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, text
 from kvtide.tiers.base import LoadOutcome
@@ -62,6 +64,7 @@ def test_what_was_stored_before_a_kill_is_there_after_it(tmp_path: Path) -> None
             assert 0 <= extra <= 6 * (life + 1), "a chain that was not said, and one to be cleared"
 
 
+@pytest.mark.long
 def test_the_cap_holds_over_kills(tmp_path: Path) -> None:
     """A small cap: eviction, seals and unlinks are what the kills meet. All that is found loads,
     and what was stored last is found."""

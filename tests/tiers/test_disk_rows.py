@@ -2,15 +2,17 @@
 
 import hashlib
 import os
+from dataclasses import replace
 
 import pytest
 
 from kvtide.core.keys import INNER_DIGEST_BYTES
-from kvtide.core.layout import KVLayout
+from kvtide.core.layout import CELL_ALIGN_BYTES, KVLayout
 from kvtide.core.records import RootName
 from kvtide.errors import CorruptRecord, UnknownFormat
 from kvtide.tiers.disk import columns as tables
 from kvtide.tiers.disk import rows as logs
+from kvtide.tiers.disk import sealing
 from kvtide.tiers.disk.rows import Kept, Kind
 
 SEGMENT = 7
@@ -96,6 +98,24 @@ def decoded(content: bytes | bytearray | memoryview, segment: int = SEGMENT) -> 
         raise CorruptRecord("its length")
     parts = view[: extent.columns_bytes], view[extent.columns_bytes :]
     return tables.decode(*parts, segment)
+
+
+def test_of_two_records_with_one_key_the_later_counts_and_has_its_place() -> None:
+    """Rows stay in the order of the segment: its end is where the last of them ends."""
+    first, second, tail, other, _ = some()
+    again = replace(first, offset_bytes=other.offset_bytes + (1 << 16))
+    columns = tables.from_rows({0: KIND, 1: PLAIN}, [first, second, tail, other, again])
+    wanted = [second, tail, other, again]
+    assert columns.cut_keys() == tuple(one.key for one in wanted)
+    assert list(columns.pages) == [one.offset_bytes // CELL_ALIGN_BYTES for one in wanted]
+    assert list(columns.back) == [0, 1, 0, 0]
+    assert columns.elsewhere == [(0, first.key)], "it lies behind its child"
+    assert sealing.kept_of(decoded(tables.encode(columns, SEGMENT))) == [
+        second,
+        tail,
+        replace(other, kind=1),
+        again,
+    ]
 
 
 def test_an_index_is_what_was_written_or_nothing() -> None:

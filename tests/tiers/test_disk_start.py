@@ -5,17 +5,30 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from kvtide.codec.record import stored_bytes
 from kvtide.core.keys import INNER_DIGEST_BYTES
 from kvtide.core.records import Record
-from kvtide.testing.tier_records import chain_of, text
+from kvtide.testing.tier_records import chain_of, root_of, text
+from kvtide.tiers.base import StoreOutcome
 from kvtide.tiers.disk import columns as tables
 from kvtide.tiers.disk import sealing
-from kvtide.tiers.disk.directory import SEGMENT, Directory
+from kvtide.tiers.disk.directory import SEGMENT, USED, Directory
 from kvtide.tiers.disk.files import SystemFiles
 from kvtide.tiers.disk.rows import Kept, Kind
 from kvtide.units import GiB
-from tests.tiers.disk_place import ROOT, SMALL, disk_of, driven, keep
+from tests.tiers.disk_place import (
+    ROOT,
+    SMALL,
+    TINY,
+    assert_holds,
+    disk_of,
+    driven,
+    keep,
+    settle,
+    tails,
+)
 
 SEGMENTS, IN_SEGMENT = 70, 1_000
 CHAIN = 4
@@ -73,6 +86,79 @@ def test_tails_of_a_large_directory_are_found_by_the_first_lookup(tmp_path: Path
             tier.poll_for(0.1)
         disk_of(tier).check_integrity()
         assert tier.tier.statistics().records == SEGMENTS * IN_SEGMENT
+
+
+@pytest.fixture
+def by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are made as the tier is polled, however few they are."""
+    monkeypatch.setattr("kvtide.tiers.disk.intake.EAGER_ROWS", -1)
+
+
+@pytest.mark.usefixtures("by_and_by")
+def test_stores_wait_while_a_start_takes_in_what_is_there(tmp_path: Path) -> None:
+    """None of them takes it in at once, which would hold up all others. Each ends as it would have
+    later: those that are there, those whose parents are, in any segment or in the queue, and those
+    whose parents are not."""
+    chains = [chain_of(ROOT, SMALL, text(number, 10)) for number in range(12)]
+    keep(tmp_path / "kv", [record for one in chains for record in one], segment_bytes=1 << 17)
+    longer = chain_of(ROOT, SMALL, text(3, 18))
+    *_, missing = chain_of(ROOT, SMALL, text(70, 12))
+    tail = chain_of(ROOT, SMALL, text(5, 9))[-1]
+    later = chain_of(ROOT, SMALL, text(80, 8))
+    with driven(tmp_path / "kv", segment_bytes=1 << 17) as tier:
+        catalog = disk_of(tier)._catalog
+        jobs = [tier.submit_store(one) for one in [*longer, missing, tail, *later, later[1]]]
+        assert catalog.is_taken_in is False
+        assert tier.tier.statistics().queued_bytes == sum(
+            one.payload_bytes for one in [*longer, missing, tail, *later]
+        )
+        held, stored = StoreOutcome.HELD, StoreOutcome.STORED
+        wanted = [held, held, *[stored] * (len(longer) - 2)]
+        wanted += [StoreOutcome.NOT_ANCHORED, held, *[stored] * len(later), held]
+        assert [tier.stored(job) for job in jobs] == wanted
+        assert catalog.is_taken_in
+        left = [record for one in chains for record in one if record != chains[3][-1]]
+        assert_holds(tier, [*left, *longer[2:], *later], [missing, chains[3][-1]])
+
+
+@pytest.mark.usefixtures("by_and_by")
+def test_stores_that_wait_for_a_start_are_bounded_cleared_and_ended(tmp_path: Path) -> None:
+    """As others that wait."""
+    keep(tmp_path / "kv", tails(40), segment_bytes=1 << 16)
+    queue_bytes = 4 * TINY.block_bytes
+    [salted] = chain_of(root_of(salt="s"), TINY, text(99, 1))
+    with driven(tmp_path / "kv", queue_bytes_max=queue_bytes) as tier:
+        jobs = [tier.submit_store(record) for record in [salted, *tails(4, first=50)]]
+        tier.tier.clear(salted.root.salt_digest)
+        assert tier.stored(jobs[0]) is StoreOutcome.NOT_ANCHORED
+        assert tier.stored(jobs[-1]) is StoreOutcome.QUEUE_FULL
+        assert [tier.stored(job) for job in jobs[1:-1]] == [StoreOutcome.STORED] * 3
+        assert_holds(tier, tails(40) + tails(3, first=50), [])
+    with driven(tmp_path / "kv") as tier:
+        jobs = [tier.submit_store(record) for record in tails(4, first=60)]
+        tier.close(30)
+        assert {tier.stored(job) for job in jobs} == {StoreOutcome.CLOSED}
+
+
+@pytest.mark.usefixtures("by_and_by")
+def test_what_waiting_stores_stand_below_is_not_evicted_meanwhile(tmp_path: Path) -> None:
+    """The start finds the drive full: it evicts once it knows who is a leaf, and no parent of
+    what waits."""
+    cap = 1 << 20
+    with driven(tmp_path / "kv", cap, segment_bytes=1 << 17) as tier:
+        tier.keep([chain_of(ROOT, SMALL, text(number, 4))[0] for number in range(60)])
+        settle(tier)
+        left = [n for n in range(60) if tier.is_there(chain_of(ROOT, SMALL, text(n, 4))[0])]
+        used = tier.tier.statistics().bytes_used
+    (tmp_path / "kv" / USED).unlink()  # the oldest goes first
+    with driven(tmp_path / "kv", used + 4096, segment_bytes=1 << 17) as tier:
+        assert not disk_of(tier)._catalog.is_taken_in
+        parent, child = chain_of(ROOT, SMALL, text(left[0], 8))
+        job = tier.submit_store(child)
+        assert tier.stored(job) is StoreOutcome.STORED
+        assert tier.tier.statistics().evicted > 0
+        assert tier.is_there(parent)
+        disk_of(tier).check_integrity()
 
 
 def test_all_that_begins_alike_is_found_after_a_start(tmp_path: Path) -> None:

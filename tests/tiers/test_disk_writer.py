@@ -1,7 +1,6 @@
 """Stores on their way to the drive: bytes ahead of rows, several at once, each with its end."""
 
 import errno
-import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from tests.tiers.disk_place import (
     disk_of,
     driven,
     files_of,
+    open_files,
     settle,
     tails,
 )
@@ -179,17 +179,6 @@ def test_a_segment_that_is_unlinked_is_not_held_open(kv: Path) -> None:
             tier.poll_for(0.01)
         held = [name for name in open_files() if str(kv) in name and "deleted" in name]
         assert not held, held
-
-
-def open_files() -> list[str]:
-    """What descriptors of this process lead to."""
-    found = []
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{number}"))
-        except FileNotFoundError:
-            continue  # closed meanwhile
-    return found
 
 
 def test_a_close_takes_back_what_is_not_begun_and_waits_no_longer_than_told(kv: Path) -> None:

@@ -64,6 +64,7 @@ class TestValkey(RedisTests):
     program = "valkey"
 
 
+@pytest.mark.long
 class TestRedis(RedisTests):
     program = "redis"
 

@@ -138,6 +138,7 @@ def test_tls_that_proves_nothing_is_refused(secure: Server, tmp_path: Path, wron
 # ---- Sentinels
 
 
+@pytest.mark.long
 def test_after_a_failover_the_new_master_is_used(tmp_path: Path) -> None:
     """The old one is killed; Sentinels promote its replica, and hits resume by themselves."""
     with ExitStack() as stack:

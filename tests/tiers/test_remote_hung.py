@@ -163,7 +163,7 @@ def test_lookups_behind_one_that_hangs_find_nothing(tier: DrivenTier) -> None:
 
 
 def test_stores_behind_one_that_hangs_end(tier: DrivenTier) -> None:
-    """Those whose checksums were being taken, too; the one that hangs is kept when it is back."""
+    """Too old by then; the one that hangs is kept when it is back."""
     with hanging("store"):
         jobs = [tier.submit_store(record) for record in records(40, first=50)]
         wait_hanging(1)

@@ -13,8 +13,8 @@ from tests.tiers.shared_place import (
     bytes_taken,
     file_of,
     files_of,
+    folder_of,
     open_shared,
-    part_of,
 )
 
 
@@ -34,7 +34,7 @@ class TestSharedDirTier(TierTests):
     def bytes_taken(self, tier: Tier) -> int:
         assert isinstance(tier, SharedDirTier)
         tier.check_integrity()
-        return bytes_taken(part_of(tier))
+        return bytes_taken(folder_of(tier))
 
     def stalled(self, tier: Tier) -> AbstractContextManager[None]:
         assert isinstance(tier, SharedDirTier)

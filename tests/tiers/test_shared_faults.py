@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,31 @@ from kvtide.errors import ConfigError
 from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.tier_records import BLOCKS_PER_CHUNK, chain_of, layout_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
+from kvtide.tiers.breaker import SHARED_RETRY_MS_MAX
+from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.shared_dir.journal import (
+    OPENING_BYTES,
+    KeptRow,
+    KindRow,
+    encoded,
+    opening_of,
+)
+from kvtide.tiers.shared_dir.stores import rows_bytes
 from kvtide.units import KiB, MiB
 from tests.tiers.disk_place import flip
 from tests.tiers.shared_place import (
     ROOT,
     SMALL,
+    LateFiles,
     bytes_taken,
     driven,
     files_of,
+    folder_of,
     look,
-    part_of,
     shared_of,
     tails,
     wait_on,
+    wait_quiet,
 )
 
 LARGE = layout_of(64 * KiB)
@@ -59,17 +72,33 @@ def test_one_journal_that_cannot_be_read_costs_no_more_than_its_member(
         there.keep(tails(1))
         other.keep(tails(1, first=9))
         look(here)
-        part = part_of(shared_of(there)).name
-        files_of(shared_of(here)).fail(Call.OPEN, code, path_part=f"{part}/journal")
-        for _ in range(2):
+        folder = folder_of(shared_of(there)).name
+        files_of(shared_of(here)).fail(Call.OPEN, code, path_part=f"{folder}/journal")
+        other.keep(tails(1, first=10))
+        for _ in range(8):
             look(here)
         assert here.is_there(tails(1)[0]) is is_there
-        assert here.is_there(tails(1, first=9)[0])
+        assert all(map(here.is_there, tails(2, first=9)))
         assert here.tier.statistics().state == "on"
         files_of(shared_of(here)).heal()
         there.keep(tails(1, first=20))
         look(here)
         assert all(map(here.is_there, [*tails(1), *tails(1, first=20)]))
+
+
+def test_a_place_that_gives_no_journal_is_not_asked_for_a_while(kv: Path) -> None:
+    """Names are there, but nothing can be read: a probe that only looked for names would say that
+    all is well."""
+    with driven(kv) as here, driven(kv) as there, driven(kv) as other:
+        for tier in (there, other):
+            tier.keep(tails(1))
+        files_of(shared_of(here)).fail(Call.OPEN, errno.EIO, path_part="journal")
+        for _ in range(6):
+            look(here)
+        assert "errno 5" in here.tier.statistics().state
+        files_of(shared_of(here)).heal()
+        wait_on(here)
+        assert here.is_there(tails(1)[0])
 
 
 class PlainFiles(FaultyFiles):
@@ -121,6 +150,24 @@ def test_a_mount_that_vanishes_and_comes_back(kv: Path) -> None:
         assert files.calls[Call.WRITE]
 
 
+def test_a_place_that_was_away_for_long_is_back_within_seconds(kv: Path) -> None:
+    """However often it was tried in vain: hits resume within T_heal."""
+    (record,) = tails(1)
+    with driven(kv) as tier:
+        tier.keep([record])
+        shutil.move(kv, kv.parent / "away")
+        while tier.tier.statistics().state == "on":
+            tier.load(record)
+        for _ in range(10):
+            tier.pass_time(60_000)
+            tier.poll_for(0.02)
+        assert tier.tier.statistics().state != "on"
+        shutil.move(kv.parent / "away", kv)
+        tier.pass_time(SHARED_RETRY_MS_MAX)
+        while tier.load(record) is not LoadOutcome.LOADED:
+            tier.poll_for(0.02)
+
+
 def test_lookups_do_not_wait_for_a_place_that_hangs(kv: Path) -> None:
     """Those that wait are answered after two seconds, all later ones at once."""
     records = tails(3)
@@ -150,7 +197,7 @@ def test_a_full_server_takes_nothing_and_leaves_nothing_behind(kv: Path, code: i
         for call in (Call.WRITE, Call.SYNC):
             files_of(shared_of(tier)).fail(call, code, count=1)
             assert tier.store(records[1:2]) == [StoreOutcome.NO_ROOM]
-            assert len(list(part_of(shared_of(tier)).glob("??/*"))) == 1
+            assert len(list(folder_of(shared_of(tier)).glob("??/*"))) == 1
         tier.keep(records[1:])
         assert all(map(tier.is_there, records))
         shared_of(tier).check_integrity()
@@ -160,31 +207,34 @@ def test_a_full_server_gets_room_from_what_is_evicted(kv: Path) -> None:
     """Not even a row that says what goes finds room: then files go first."""
     with driven(kv, MiB) as tier:
         count = used = one = 0
-        while used + one <= MiB:
+        while used + one + rows_bytes(tails(1)[0]) <= MiB:
             tier.keep(tails(1, first=count))
             one, used = tier.tier.statistics().bytes_used - used, tier.tier.statistics().bytes_used
             count += 1
         assert not tier.tier.statistics().evicted
-        before = len(list(part_of(shared_of(tier)).glob("??/*")))
+        before = len(list(folder_of(shared_of(tier)).glob("??/*")))
         files = files_of(shared_of(tier))
         files.fail(Call.WRITE, errno.ENOSPC, path_part="journal")
-        tier.store(tails(1, first=count))
-        assert len(list(part_of(shared_of(tier)).glob("??/*"))) < before
+        job = tier.submit_store(tails(1, first=count)[0])
+        while not tier.has_ended(job):
+            tier.pass_time(100)
+            tier.poll_for(0.02)
+        assert len(list(folder_of(shared_of(tier)).glob("??/*"))) < before
         files.heal()
         wait_on(tier)
         tier.keep(tails(1, first=count + 1))
         shared_of(tier).check_integrity()
 
 
-def test_a_part_of_another_version_is_left_alone(kv: Path) -> None:
+def test_a_folder_of_another_version_is_left_alone(kv: Path) -> None:
     """Whether its owner is there or not; nothing of it is found, and nothing changed."""
     with driven(kv) as tier:
         tier.keep(tails(2))
-        journal = part_of(shared_of(tier)) / "journal"
+        journal = folder_of(shared_of(tier)) / "journal"
     flip(journal, 8)
     before = journal.read_bytes()
     with driven(kv) as tier:
-        assert part_of(shared_of(tier)) != journal.parent
+        assert folder_of(shared_of(tier)) != journal.parent
         assert not any(map(tier.is_there, tails(2)))
         tier.keep(tails(2))
     assert journal.read_bytes() == before
@@ -207,7 +257,7 @@ def test_a_cap_that_was_lowered_holds_from_the_start(kv: Path) -> None:
     with driven(kv, 8 * MiB) as tier:
         tier.keep(records)
     with driven(kv, MiB) as tier:
-        assert bytes_taken(part_of(shared_of(tier))) <= MiB
+        assert bytes_taken(folder_of(shared_of(tier))) <= MiB
         there = [record for record in records if tier.is_there(record)]
         assert len(there) >= 2
         assert {tier.load(record) for record in there} == {LoadOutcome.LOADED}
@@ -218,3 +268,105 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="cannot be used"), driven(tmp_path / "file" / "kv"):
         pass
+
+
+def test_a_store_that_fails_late_leaves_nothing_behind(kv: Path) -> None:
+    """Its file was renamed, though that was said to have failed: it would count to no cap."""
+    (record,) = tails(1)
+    with driven(kv, files=LateFiles(record.key.hex())) as tier:
+        assert tier.store([record]) == [StoreOutcome.FAILED]
+        assert not list(folder_of(shared_of(tier)).glob("??/*"))
+        tier.keep([record])
+        assert tier.load(record) is LoadOutcome.LOADED
+
+
+def test_what_a_store_could_not_take_away_counts_until_it_is(kv: Path) -> None:
+    """The server failed its write, and then the removal of what was written."""
+    records = tails(3)
+    with driven(kv) as tier:
+        tier.keep(records[:1])
+        used = tier.tier.statistics().bytes_used
+        files = files_of(shared_of(tier))
+        files.fail(Call.SYNC, errno.EIO, count=1)
+        files.fail(Call.UNLINK, errno.EIO, count=2)
+        assert tier.store(records[1:2]) == [StoreOutcome.FAILED]
+        assert len(list(folder_of(shared_of(tier)).glob("??/*"))) == 2
+        assert tier.tier.statistics().bytes_used > used
+        files.heal()
+        tier.keep(records[2:])
+        assert len(list(folder_of(shared_of(tier)).glob("??/*"))) == 2
+        assert all(map(tier.is_there, (records[0], records[2])))
+        shared_of(tier).check_integrity()
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE])
+def test_what_cannot_be_removed_is_not_tried_all_the_time(kv: Path, code: int) -> None:
+    """Once with each tick; each try writes to the journal. (A stale handle may be that of the
+    directory above.)"""
+    with driven(kv) as tier:
+        tier.keep(tails(1))
+        files = files_of(shared_of(tier))
+        files.fail(Call.UNLINK, code, path_part="/")
+        tier.tier.clear(None)
+        for tries in range(1, 4):
+            wait_quiet(tier)
+            assert files.injected[f"unlink {errno.errorcode[code]}"] == tries
+            tier.pass_time(100)
+        files.heal()
+        while list(folder_of(shared_of(tier)).glob("??/*")):
+            tier.pass_time(100)
+            tier.poll_for(0.02)
+
+
+def test_a_sweep_goes_on_beside_what_somebody_reads(kv: Path) -> None:
+    """An NFS client keeps what was removed for as long as it is read, under a name of its own."""
+    with driven(kv) as tier:
+        tier.keep(tails(1))
+        folder = folder_of(shared_of(tier))
+    silly = next(folder.glob("??")) / ".nfs00000001"
+    silly.write_bytes(b"x")
+    (folder / silly.name).write_bytes(b"x")
+    files = FaultyFiles()
+    files.fail(Call.UNLINK, errno.EBUSY, path_part=silly.name)
+    with driven(kv, files=files) as tier:
+        tier.keep(tails(3))
+        assert files.injected["unlink EBUSY"] == 2
+    with driven(kv) as tier:
+        tier.keep(tails(4))
+        assert not list(folder.rglob(".nfs*"))
+
+
+def test_an_end_does_not_wait_for_a_server_that_hangs_at_the_last_step(kv: Path) -> None:
+    """What is left then is done when the server answers."""
+    with driven(kv) as tier:
+        tier.keep(tails(1))
+        owner = folder_of(shared_of(tier)) / "owner"
+        with files_of(shared_of(tier)).stalled(Call.UNLINK):
+            closing = threading.Thread(target=tier.close, args=(0.2,), daemon=True)
+            closing.start()
+            files_of(shared_of(tier)).wait_stalled(1)
+            closing.join(20)
+            assert not closing.is_alive()
+            assert owner.exists()
+        shared_of(tier)._workers.stop(30)
+        assert not owner.exists()
+
+
+def test_a_row_that_cannot_be_is_not_believed(kv: Path) -> None:
+    """More blocks than a chunk has, or a key that is another's: a fault of whoever wrote it."""
+    (record,) = tails(1)
+    kind = Kind(ROOT, record.layout)
+    digests = [record.digests * 9, bytes(16)]
+    rows = [KeptRow(1, at, record.key, ROOT.key, one) for at, one in enumerate(digests, 1)]
+    member = kv / ("0a" * 16)
+    with driven(kv) as tier:
+        member.mkdir()
+        journal = opening_of(7, 0) + encoded([KindRow(1, kind), *rows], 7, OPENING_BYTES)
+        (member / "journal").write_bytes(journal)
+        look(tier)
+        asked = tier.ask((), record.digests, root=ROOT, layout=record.layout)
+        assert tier.found(asked).records == []
+        assert tier.tier.statistics().records == 0
+    with driven(kv) as tier:
+        assert folder_of(shared_of(tier)) == member, "the fullest"
+        assert tier.tier.statistics().records == 0

@@ -13,19 +13,20 @@ from kvtide.testing.tier_records import chain_of, root_of, text
 from kvtide.tiers.disk.files import SystemFiles
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.tiers.shared_dir import journal as module
+from kvtide.tiers.shared_dir import own
 from kvtide.tiers.shared_dir.journal import (
     JOURNAL,
     Cleared,
     ClearedRow,
     GoneRow,
-    Journal,
     KeptRow,
     Position,
     Row,
     read_on,
 )
+from kvtide.tiers.shared_dir.own import Journal
 from tests.tiers.disk_place import flip
-from tests.tiers.shared_place import ROOT, SMALL, tails
+from tests.tiers.shared_place import ROOT, SMALL, LateFiles, tails
 
 MEMBER, OTHER = b"m" * 16, b"o" * 16
 SALTED = chain_of(root_of(salt="secret"), SMALL, text(1, 6))
@@ -141,8 +142,8 @@ def test_what_is_no_journal_is_told_apart_from_one_of_another_version(tmp_path: 
     assert not Journal(SystemFiles(), str(tmp_path), MEMBER).live.kept
 
 
-def test_a_write_that_failed_half_way_leaves_no_trace(tmp_path: Path) -> None:
-    """What comes after it stands where it began."""
+def test_a_write_that_failed_half_way_tells_of_nothing(tmp_path: Path) -> None:
+    """What comes after it goes on from what is good, and takes back what it was to say."""
     files = FaultyFiles()
     records = tails(3)
     journal = Journal(files, str(tmp_path), MEMBER)
@@ -156,16 +157,38 @@ def test_a_write_that_failed_half_way_leaves_no_trace(tmp_path: Path) -> None:
         journal.keep(SALTED[0], 2)  # longer than what comes next
     journal.keep(records[2], 3)
     journal.close()
-    rows, position = read_all(tmp_path)
-    assert keys(rows) == [records[0].key, records[2].key]
+    _, position = read_all(tmp_path)
     assert position.at_bytes == os.stat(tmp_path / JOURNAL).st_size
+    live = Journal(SystemFiles(), str(tmp_path), MEMBER).live
+    assert set(live.kept) == {records[0].key, records[2].key}
+
+
+def test_who_has_read_what_failed_reads_on_with_the_others(tmp_path: Path) -> None:
+    """The bytes were there before the server said that they are not safe."""
+    files = FaultyFiles()
+    records = tails(2)
+    journal = Journal(files, str(tmp_path), MEMBER)
+    for number, record in enumerate([SALTED[0], records[0]], 1):
+        files.fail(Call.SYNC, errno.EIO, count=1)
+        with pytest.raises(OSError, match="Input/output"):
+            journal.keep(record, number)
+        rows, position = read_all(tmp_path)
+        assert keys(rows)[-1] == record.key
+    journal.keep(records[1], 3)
+    journal.close()
+    rows, end = read_all(tmp_path, position)
+    assert keys(rows) == [records[1].key]
+    assert GoneRow([records[0].key]) in rows
+    assert end == read_all(tmp_path)[1]
+    live = Journal(SystemFiles(), str(tmp_path), MEMBER).live
+    assert set(live.kept) == {records[1].key}
 
 
 def test_a_journal_of_garbage_is_written_anew_while_it_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Readers take the new one from its start, and numbers go on where they were."""
-    monkeypatch.setattr(module, "GARBAGE_ROWS", 8)
+    monkeypatch.setattr(own, "GARBAGE_ROWS", 8)
     records = tails(30)
     journal = write(tmp_path, records)
     _, position = read_all(tmp_path)
@@ -224,3 +247,66 @@ def test_a_clear_counts_by_number_and_not_by_place(tmp_path: Path) -> None:
     live = Journal(SystemFiles(), str(tmp_path), MEMBER).live
     assert set(live.kept) == {other[0].key, SALTED[0].key}
     assert live.cleared == {scope: {MEMBER: 2}}
+    assert set(keys(read_all(tmp_path)[0])) == live.kept.keys(), "nor do others see the rest"
+
+
+def test_a_rename_that_is_told_to_have_failed_and_happened_tears_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal that was written anew is there, under its own number: what comes next is."""
+    monkeypatch.setattr(own, "GARBAGE_ROWS", 4)
+    write(tmp_path, []).close()
+    journal = Journal(LateFiles(JOURNAL), str(tmp_path), MEMBER)
+    records = tails(12)
+    for number, record in enumerate(records[:10], 1):
+        journal.keep(record, number)
+    _, before = read_all(tmp_path)
+    journal.take_away([record.key for record in records[:9]])
+    journal.keep(records[10], 11)
+    journal.keep(SALTED[0], 12)
+    journal.close()
+    rows, after = read_all(tmp_path, before)
+    assert after.number != before.number
+    assert after.at_bytes == os.stat(tmp_path / JOURNAL).st_size
+    assert keys(rows) == [records[9].key, records[10].key, SALTED[0].key]
+
+
+def test_a_journal_that_cannot_be_written_anew_goes_on_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no room for a second one: rows say what went all the same."""
+    monkeypatch.setattr(own, "GARBAGE_ROWS", 4)
+    files = FaultyFiles()
+    records = tails(12)
+    write(tmp_path, records).close()
+    journal = Journal(files, str(tmp_path), MEMBER)
+    files.fail(Call.WRITE, errno.ENOSPC, path_part=".tmp")
+    for record in records[:11]:
+        journal.take_away([record.key])
+    assert files.injected["write ENOSPC"] == 2, "it is tried again, but not each time"
+    assert [path.name for path in tmp_path.iterdir()] == [JOURNAL], "nothing is left of it"
+    files.heal()
+    journal.take_away([])
+    journal.close()
+    assert set(Journal(SystemFiles(), str(tmp_path), MEMBER).live.kept) == {records[11].key}
+
+
+def test_another_journal_is_not_cut_and_not_written_to(tmp_path: Path) -> None:
+    """Somebody took the folder over while we slept, and wrote it anew."""
+    records = tails(9)
+    files = FaultyFiles()
+    sleeper = Journal(files, str(tmp_path), MEMBER)
+    sleeper.keep(records[0], 1)
+    files.fail(Call.SYNC, errno.EIO, count=1)
+    with pytest.raises(OSError, match="Input/output"):
+        sleeper.keep(records[1], 2)
+    _, before = read_all(tmp_path)
+    taker = Journal(SystemFiles(), str(tmp_path), MEMBER, is_contested=True)
+    for number, record in enumerate(records[2:], 3):
+        taker.keep(record, number)
+    with pytest.raises(OSError, match="somebody else has written it"):
+        sleeper.keep(records[1], 2)
+    rows, after = read_all(tmp_path)
+    assert after.number != before.number
+    assert keys(rows)[-7:] == [record.key for record in records[2:]]
+    taker.close()

@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from kvtide.codec.record import stored_bytes
 from kvtide.testing.faulty_files import Call
 from kvtide.testing.tier_records import BLOCKS_PER_CHUNK, chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
+from kvtide.tiers.shared_dir import ops, stores
+from kvtide.tiers.shared_dir import tier as tier_module
+from kvtide.tiers.shared_dir.ops import LookOp
 from kvtide.units import KiB, MiB
 from tests.tiers.disk_place import flip, payload_offset
 from tests.tiers.shared_place import (
@@ -17,10 +21,11 @@ from tests.tiers.shared_place import (
     driven,
     file_of,
     files_of,
+    folder_of,
     look,
-    part_of,
     shared_of,
     tails,
+    wait_quiet,
 )
 
 LARGE = layout_of(64 * KiB)
@@ -105,15 +110,39 @@ def test_a_member_keeps_to_its_own_share(kv: Path) -> None:
     other = chain_of(root_of("other"), SMALL, text(1, 10))
     with driven(kv, 2 * MiB) as here, driven(kv, 4 * MiB) as there:
         there.keep(other)
-        taken = bytes_taken(part_of(shared_of(there)))
+        taken = bytes_taken(folder_of(shared_of(there)))
         for number in range(40):
             record = chain_of(ROOT, LARGE, text(number, BLOCKS_PER_CHUNK))[0]
             assert here.store([record]) == [StoreOutcome.STORED]
-            assert bytes_taken(part_of(shared_of(here))) <= 2 * MiB
+            assert bytes_taken(folder_of(shared_of(here))) <= 2 * MiB
         assert here.tier.statistics().evicted > 30
-        assert bytes_taken(part_of(shared_of(there))) == taken
+        assert bytes_taken(folder_of(shared_of(there))) == taken
         look(here)
         assert here.find(other[:2], other[2].digests) == other
+
+
+def test_the_cap_holds_for_rows_too(kv: Path) -> None:
+    """A record would just fit; the row that tells of it would not."""
+    with driven(kv) as tier:
+        tier.keep(tails(4))
+        used = tier.tier.statistics().bytes_used
+    cap = used + stored_bytes(tails(1)[0].layout, 1) + 100
+    with driven(kv, cap) as tier:
+        tier.keep(tails(1, first=9))
+        assert tier.tier.statistics().bytes_used <= cap
+        assert tier.tier.statistics().evicted == 1
+
+
+def test_room_is_made_in_steps_however_large_the_cap_is(
+    kv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fiftieth of many terabytes is more files than stores would wait for."""
+    monkeypatch.setattr(stores, "SLACK_BYTES_MAX", 0)
+    monkeypatch.setattr(stores, "SLACK_RATIO", 0.5)
+    records = [chain_of(ROOT, LARGE, text(number, BLOCKS_PER_CHUNK))[0] for number in range(9)]
+    with driven(kv, 2 * MiB) as tier:
+        tier.keep(records)
+        assert tier.tier.statistics().evicted == 2
 
 
 def test_what_hangs_on_what_another_has_evicted_is_a_miss_and_gives_its_room_back(
@@ -132,6 +161,7 @@ def test_what_hangs_on_what_another_has_evicted_is_a_miss_and_gives_its_room_bac
             here.keep(chain_of(ROOT, LARGE, text(number, BLOCKS_PER_CHUNK)))
         assert here.is_there(first), "the only one that others have something below"
         here.tier.clear(None)
+        wait_quiet(here)
         look(there)
         assert there.find([first, second], tail.digests) == []
         assert there.load(second) is LoadOutcome.ABSENT
@@ -161,7 +191,7 @@ def test_a_record_that_another_evicts_while_it_is_found_here_is_a_miss(kv: Path)
         assert here.store(records[:1]) == [StoreOutcome.STORED]
 
 
-def test_a_record_that_is_damaged_in_anothers_part_is_nobodys(kv: Path) -> None:
+def test_a_record_that_is_damaged_in_anothers_folder_is_nobodys(kv: Path) -> None:
     """The reader leaves the file alone; its owner removes it when it meets it."""
     records = tails(2)
     with driven(kv) as here, driven(kv) as there:
@@ -231,10 +261,13 @@ def test_a_clear_that_fails_at_first_is_noted_all_the_same(kv: Path) -> None:
     with driven(kv) as there:
         there.keep(records)
         with driven(kv) as here:
-            files_of(shared_of(here)).fail(Call.SYNC, errno.EIO, count=2)
+            files = files_of(shared_of(here))
+            files.fail(Call.SYNC, errno.EIO, count=2)
             here.tier.clear(None)
             look(here)
             assert not any(map(here.is_there, records))
+            while files.injected["sync EIO"] < 2:
+                here.poll_for(0.01)
             here.keep(tails(1, first=70))
             there.keep(later)
             look(here)
@@ -242,6 +275,28 @@ def test_a_clear_that_fails_at_first_is_noted_all_the_same(kv: Path) -> None:
         with driven(kv) as here:
             assert not any(map(here.is_there, records))
             assert all(map(here.is_there, later))
+
+
+def test_what_comes_while_a_clear_is_noted_is_found_after_it(kv: Path) -> None:
+    """But for what goes again meanwhile: it is read while nothing of the scope is taken in."""
+    later = tails(3, first=50)
+    with driven(kv) as here, driven(kv) as there:
+        there.keep(tails(2))
+        here.keep(tails(2, first=20))
+        files = files_of(shared_of(here))
+        with files.stalled(Call.SYNC):
+            here.tier.clear(None)
+            files.wait_stalled(1)
+            there.keep(later)
+            file_of(shared_of(there), later[2]).unlink()
+            assert there.load(later[2]) is LoadOutcome.ABSENT
+            wait_quiet(there)
+            look(here)
+            assert here.tier.statistics().records == 0
+        wait_quiet(here)
+        assert here.tier.statistics().records == 2
+        assert all(map(here.is_there, later[:2]))
+        shared_of(here).check_integrity()
 
 
 def test_a_clear_means_what_was_not_read_yet_as_well(kv: Path) -> None:
@@ -253,3 +308,60 @@ def test_a_clear_means_what_was_not_read_yet_as_well(kv: Path) -> None:
         look(here)
         assert not any(map(here.is_there, records))
         assert all(map(there.is_there, records))
+
+
+# ---- many
+
+
+def test_a_look_takes_a_bounded_number_of_rows_whoever_has_how_many(
+    kv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner would be busy with it for long; the rest follows at once, and nobody waits."""
+    monkeypatch.setattr(ops, "LOOK_RECORDS", 8)
+    with driven(kv) as one, driven(kv) as other, driven(kv) as here:
+        one.keep(tails(10))
+        other.keep(tails(10, first=20))
+        ended = shared_of(here)._hands.run(LookOp({}))
+        assert len(ended.pieces) == 1
+        assert ended.has_more
+        look(here)
+        while here.tier.statistics().records < 20:
+            here.poll_for(0.02)
+        assert all(map(here.is_there, [*tails(10), *tails(10, first=20)]))
+
+
+def test_a_copy_that_is_damaged_is_no_loss_where_another_is_good(kv: Path) -> None:
+    """The damaged one goes; the other is read by the same load."""
+    (record,) = tails(1)
+    with driven(kv) as here, driven(kv) as there:
+        here.keep([record])
+        there.keep([record])
+        look(here)
+        for tier in (here, there):
+            flip(file_of(shared_of(tier), record), payload_offset(record) + 5)
+        flip(file_of(shared_of(there), record), payload_offset(record) + 5)
+        assert here.load(record) is LoadOutcome.LOADED
+        wait_quiet(here)
+        assert not file_of(shared_of(here), record).exists()
+        shared_of(here).check_integrity()
+        flip(file_of(shared_of(there), record), payload_offset(record) + 5)
+        assert here.load(record) is LoadOutcome.CORRUPT
+        assert not here.is_there(record)
+
+
+def test_what_others_clear_does_not_make_a_clear_mean_more(
+    kv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what this node remembers of its own is limited."""
+    monkeypatch.setattr(tier_module, "CLEARS_MAX", 3)
+    salts = [root_of(salt=str(number)) for number in range(5)]
+    chains = [chain_of(salt, SMALL, text(1, 4)) for salt in salts]
+    with driven(kv) as here, driven(kv) as there:
+        for chain in chains:
+            there.keep(chain)
+        for salt in salts[:3]:
+            there.tier.clear(salt.salt_digest)
+        look(here)
+        assert here.tier.clear(salts[3].salt_digest) == 1
+        look(here)
+        assert here.find(chains[4]) == chains[4]

@@ -1,6 +1,7 @@
 """The node's side of the socket, from outside: what one peer does costs that peer alone."""
 
 import asyncio
+import errno
 import os
 import resource
 import signal
@@ -193,6 +194,35 @@ def test_good_bye_behind_a_question_whose_answer_costs_the_connection_is_heard(
 
     asyncio.run(live())
     assert len(heard) < 101, "questions behind the end are not answered"
+
+
+def test_a_send_that_fails_though_the_peer_lives_ends_the_connection(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sees the end and comes back; else it would wait for ever for what it did not get."""
+    said: list[str] = []
+
+    def flush(outbox: frames.Outbox, sock: socket.socket) -> None:
+        raise OSError(errno.ETOOMANYREFS, "too many references")
+
+    async def live() -> None:
+        closed = asyncio.Event()
+        server = Server(
+            lambda connection, *_: server.send(connection.number, m.Pong()),
+            lambda _: closed.set(),
+            said.append,
+        )
+        server.listen(Places(runtime_dir).socket)
+        with closing(server), RawPeer(Places(runtime_dir)) as peer:
+            monkeypatch.setattr(frames.Outbox, "flush", flush)
+            peer.send(m.Ping())
+            async with asyncio.timeout(20):
+                await closed.wait()
+            assert peer.is_closed()
+
+    asyncio.run(live())
+    (line,) = said
+    assert "too many references" in line
 
 
 def test_nothing_behind_what_cannot_be_read_is_believed(running_node: NodeProcess) -> None:

@@ -273,7 +273,7 @@ class Lending:
 
     # ---- answers
 
-    def answered(self, number: int, worker: Worker, is_ok: bool) -> None:
+    def answered(self, number: int, worker: Worker, *, is_ok: bool) -> None:
         """A writer will never write under this grant again."""
         grant = self.grants.get(number)
         if grant is None or worker not in grant.waiting:

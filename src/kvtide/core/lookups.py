@@ -18,7 +18,8 @@ from kvtide.core.index import Index, Matched
 from kvtide.core.instances import Instance
 from kvtide.core.keys import KEY_BYTES
 from kvtide.core.leases import LEASE_MS, Lease, Leases
-from kvtide.core.promotions import Promotion, Promotions
+from kvtide.core.promotion import Promotion
+from kvtide.core.promotions import Promotions
 from kvtide.core.writes import Writes
 
 WAITING_MAX = 1024

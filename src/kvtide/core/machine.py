@@ -178,7 +178,8 @@ class Machine:
             self.lending.returned(number, instance.engine_id)
 
     def _stored(self, connection: int, message: m.Stored) -> None:
-        self.lending.answered(message.grant, self._presence.worker(connection), message.ok)
+        worker = self._presence.worker(connection)
+        self.lending.answered(message.grant, worker, is_ok=message.ok)
 
     def _counts(self, connection: int, message: m.Counts) -> None:
         instance, increments = self._presence.instance(connection), message.increments

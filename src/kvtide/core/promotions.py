@@ -6,16 +6,16 @@
 A chunk being loaded is an entry like one being stored, its cells lent to the tier: it matches once
 it is held, nobody stores it meanwhile, and whoever wants it too waits for the same load. The chain
 is loaded in order, a bounded number of bytes ahead; the deepest entry of it is pinned, so nothing
-of it is evicted before the answer has leased it.
+of it is evicted before the answer has leased it. Where a load fails, the next tier is asked for
+what is behind the last that did not.
 
 What is asked for too long is answered with what is held by then. Running loads go on: their cells
 are the tier's until it says that they ended, and what they bring is there for the next request.
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, TypeGuard
+from typing import TypeGuard
 
 from kvtide.bounds import T_LOAD_MS
 from kvtide.core import messages as m
@@ -25,12 +25,13 @@ from kvtide.core.host import Host
 from kvtide.core.index import Entry, Index, Matched, Root
 from kvtide.core.instances import Instance
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
+from kvtide.core.leases import PINNED_RATIO_MAX
 from kvtide.core.lending import Grant, Lending
+from kvtide.core.promotion import Name, Promotion, Question
+from kvtide.core.reasons import CutReason
 from kvtide.core.records import Record
 from kvtide.core.tiering import TierPlan
 from kvtide.units import MiB
-
-Question: TypeAlias = m.Lookup | m.Probe
 
 WAIT_MS_MAX = T_LOAD_MS
 """So long a lookup waits without a chunk of its chain having come."""
@@ -56,7 +57,7 @@ class _Load:
 
     tier: int
     grant: Grant
-    promotion: "Promotion"
+    promotion: Promotion
 
 
 class _Silence:
@@ -78,77 +79,6 @@ class _Silence:
     def lasts(self, now_ms: int) -> bool:
         """Whether it is to be left alone."""
         return self._count >= SILENCES_MAX and now_ms - self._since_ms < SILENT_MS
-
-
-class Name(NamedTuple):
-    """What tells a lookup that waits from all others: who asks, and its own number of it."""
-
-    engine_id: str
-    number: int
-
-
-class Promotion:
-    """One lookup that waits for tiers."""
-
-    __slots__ = (
-        "began_ms",
-        "chunks",
-        "deepest",
-        "ends_ms",
-        "instance",
-        "is_loading",
-        "loaded_bytes",
-        "may_go_on",
-        "progress_ms",
-        "question",
-        "running",
-        "tier",
-        "todo",
-        "told_ms",
-        "waits_for_memory",
-    )
-
-    def __init__(
-        self,
-        instance: Instance,
-        question: Question,
-        deepest: Entry | Root,
-        chunks: int,
-        now_ms: int,
-    ) -> None:
-        self.instance = instance
-        self.question = question
-        self.deepest = deepest
-        """Where the chain has come to: held, or on its way. Pinned where it is an entry."""
-        self.chunks = chunks
-        """Whole chunks of the question up to there."""
-        self.tier = 0
-        """The one that is asked, or loaded from, now."""
-        self.todo: deque[Record] = deque()
-        """Found there, and not begun yet; in the order of the chain."""
-        self.running: set[Entry] = set()
-        """On their way, loaded for this lookup or for one that it joined."""
-        self.may_go_on = False
-        """A tier has more behind, which only block digests would tell."""
-        self.began_ms = now_ms
-        """When the loads of the present tier began."""
-        self.is_loading = False
-        """Whether any of these is this lookup's own, and not of one that it joined."""
-        self.loaded_bytes = 0
-        """Of its own: what has been loaded."""
-        self.ends_ms: int | None = None
-        """By when computing would have been quicker; None without clear evidence."""
-        self.progress_ms = now_ms
-        """When something for it came last."""
-        self.waits_for_memory = False
-        """Nothing more can be loaded before memory that is on its way has come."""
-        self.told_ms: int | None = None
-        """When the engine was last told that it waits."""
-
-    @property
-    def name(self) -> Name:
-        """What tells it from all others."""
-        return Name(self.instance.engine_id, self.question.number)
 
 
 class Promotions:
@@ -179,7 +109,9 @@ class Promotions:
         self._waiting: dict[Name, Promotion] = {}
         self._asked: dict[int, Promotion] = {}  # by the number of the question to a tier
         self._loads: dict[int, _Load] = {}  # by number
+        self._tier_of: dict[Entry, int] = {}  # of what is being loaded
         self._loading_bytes = 0
+        self._kept_bytes = 0
         self._choices = [Choice() for _ in tiers]
         self._silences = [_Silence() for _ in tiers]
         self._joined: dict[Entry, list[Promotion]] = {}
@@ -208,23 +140,41 @@ class Promotions:
         if not _is_short(question, matched):
             return False
         if sum(name.engine_id == instance.engine_id for name in self._waiting) >= PROMOTIONS_MAX:
-            self._count("promotions.too_many", 1)
+            self._cut(CutReason.TOO_MANY)
             return False
-        deepest = matched.entries[matched.chunks - 1] if matched.chunks else parent
-        promotion = Promotion(instance, question, deepest, matched.chunks, self._now())
+        trail = matched.entries[: matched.chunks]
+        promotion = Promotion(instance, question, parent, trail, self._now())
         if not self._has_tier(promotion):
             return False
+        last = trail[-1] if trail else None
+        # What somebody else pins already costs nothing more.
+        more_bytes = self._index.unleased_bytes(last) if last and not last.pins else 0
+        if not self._may_keep(more_bytes):
+            return False
+        self._keep(promotion, more_bytes)
         self._waiting[promotion.name] = promotion
-        self._pin(deepest)
+        self._pin(promotion.deepest)
         self._ask(promotion)
         return True
+
+    def _may_keep(self, more_bytes: int) -> bool:
+        """Whether lookups that wait may keep so much more from being evicted."""
+        kept_bytes = self._index.leased_bytes + self._kept_bytes + more_bytes
+        if more_bytes and kept_bytes > self._host.limit_bytes * PINNED_RATIO_MAX:
+            self._cut(CutReason.NO_MEMORY)
+            return False
+        return True
+
+    def _keep(self, promotion: Promotion, more_bytes: int) -> None:
+        promotion.kept_bytes += more_bytes
+        self._kept_bytes += more_bytes
 
     def _has_tier(self, promotion: Promotion) -> bool:
         """Go on to the next tier that answers; whether there is one."""
         while promotion.tier < len(self._tiers):
             if not self._silences[promotion.tier].lasts(self._now()):
                 return True
-            self._count("promotions.silent", 1)
+            self._cut(CutReason.SILENT)
             promotion.tier += 1
         return False
 
@@ -236,6 +186,7 @@ class Promotions:
         keys = question.keys[promotion.chunks * KEY_BYTES :] if _has_keys(question) else b""
         number = self._take_number()
         self._asked[number] = promotion
+        promotion.is_asking = True
         root, parent = deepest.root.name, deepest.key
         self._emit(AskTier(promotion.tier, number, root, parent, keys, question.digests, layout))
 
@@ -244,6 +195,7 @@ class Promotions:
         promotion = self._asked.pop(number, None)
         if promotion is None or self._waiting.get(promotion.name) is not promotion:
             return
+        promotion.is_asking = False
         name, outcome = self._tiers[promotion.tier].name, "found" if records else "absent"
         self._count(f"tier_lookups.{name}.{outcome}", 1)
         promotion.may_go_on = promotion.may_go_on or may_go_on
@@ -265,7 +217,7 @@ class Promotions:
             if compute_ms is not None:
                 promotion.ends_ms = self._now() + max(int(compute_ms), LOAD_MS_MIN)
             return True
-        self._count("promotions.slower_than_compute", 1)
+        self._cut(CutReason.SLOWER_THAN_COMPUTE)
         promotion.may_go_on = False
         return False
 
@@ -274,6 +226,7 @@ class Promotions:
         layout = promotion.instance.layout
         if layout is None:  # it is off by now: what it would get is of no use
             promotion.todo.clear()
+        self._go_back(promotion)
         promotion.waits_for_memory = False
         ahead_bytes = sum(entry.blocks * entry.layout.block_bytes for entry in promotion.running)
         while promotion.todo and ahead_bytes < READ_AHEAD_BYTES:
@@ -287,7 +240,7 @@ class Promotions:
                 break
             self._pin(entry)
             self._unpin(promotion.deepest)
-            promotion.deepest = entry
+            promotion.trail.append(entry)
             promotion.chunks += entry.is_whole
             if not entry.is_copied:  # what is copied waits for one before it, as we do
                 promotion.running.add(entry)
@@ -302,6 +255,15 @@ class Promotions:
             self._ask(promotion)
         else:
             self._finish(promotion)
+
+    def _go_back(self, promotion: Promotion) -> None:
+        """Where a load has failed, return to the deepest entry that is there."""
+        before, trail = promotion.deepest, promotion.trail
+        while trail and not trail[-1].is_attached:
+            promotion.chunks -= trail.pop().is_whole
+        if promotion.deepest is not before:
+            self._pin(promotion.deepest)
+            self._unpin(before)
 
     def _measure(self, promotion: Promotion) -> None:
         """What was loaded for a lookup, and how long that took, tells how quick the tier is."""
@@ -322,7 +284,9 @@ class Promotions:
             return None  # what was loaded before it has failed
         bound = int(self._host.limit_bytes * PROMOTING_RATIO_MAX)
         if self._loading_bytes + record.payload_bytes > bound and self._loads:
-            self._count("promotions.no_memory", 1)
+            self._cut(CutReason.NO_MEMORY)
+            return None
+        if not self._may_keep(record.payload_bytes):
             return None
         entry = Entry(record.key, record.digests, parent, record.layout, self._now())
         entry.kept |= 1 << promotion.tier
@@ -330,11 +294,13 @@ class Promotions:
         if grant is None:
             promotion.waits_for_memory = self._lending.is_growing(entry, promotion.instance)
             if not promotion.waits_for_memory:
-                self._count("promotions.no_memory", 1)
+                self._cut(CutReason.NO_MEMORY)
             return None
         number = self._take_number()
         self._loads[number] = _Load(promotion.tier, grant, promotion)
+        self._tier_of[entry] = promotion.tier
         self._loading_bytes += grant.bytes
+        self._keep(promotion, grant.bytes)
         promotion.is_loading = True
         self._emit(LoadFrom(promotion.tier, number, record, entry.run))
         return entry
@@ -342,6 +308,7 @@ class Promotions:
     def loaded(self, number: int, outcome: str, *, is_ok: bool) -> None:
         """A load has ended; the tier does not touch its cells any more."""
         load = self._loads.pop(number)
+        del self._tier_of[load.grant.entry]
         self._loading_bytes -= load.grant.bytes
         self._silences[load.tier].end()
         loaded_bytes = load.grant.bytes if is_ok else 0
@@ -373,6 +340,7 @@ class Promotions:
                 del self._joined[entry]
         promotion.running.clear()
         promotion.todo.clear()
+        self._kept_bytes -= promotion.kept_bytes
         self._unpin(promotion.deepest)
 
     def _tell(self, promotion: Promotion) -> None:
@@ -391,14 +359,21 @@ class Promotions:
             is_silent = now_ms - promotion.progress_ms >= WAIT_MS_MAX
             if is_silent or (ends_ms is not None and now_ms >= ends_ms):
                 if is_silent:
-                    self._silences[promotion.tier].note(now_ms)
-                self._count("promotions.too_late", 1)
+                    for tier in self._owing(promotion):
+                        self._silences[tier].note(now_ms)
+                self._cut(CutReason.TOO_LATE)
                 self._measure(promotion)
                 self._finish(promotion)
             elif promotion.waits_for_memory and not promotion.running:
                 self._advance(promotion)
             else:
                 self._tell(promotion)
+
+    def _owing(self, promotion: Promotion) -> set[int]:
+        """Tiers that a lookup waits for; none where it waits for memory, or for an engine."""
+        running = promotion.running
+        tiers = {self._tier_of[entry] for entry in running if entry in self._tier_of}
+        return tiers | ({promotion.tier} if promotion.is_asking else set())
 
     def regions_opened(self, instance: Instance) -> None:
         """There is more memory to load into."""
@@ -411,6 +386,10 @@ class Promotions:
         """The scheduler's connection has ended: nobody waits any more."""
         for name in [name for name in self._waiting if name.engine_id == engine_id]:
             self._let_go(self._waiting.pop(name))
+
+    def _cut(self, reason: CutReason) -> None:
+        """A lookup gets less than tiers have."""
+        self._count(f"promotions.{reason}", 1)
 
     def _pin(self, holder: Entry | Root) -> None:
         if isinstance(holder, Entry):
@@ -432,13 +411,18 @@ class Promotions:
     def check_integrity(self, instances: Mapping[str, Instance]) -> None:
         """Assert that whoever waits is there, and waits for something that will end."""
         asked = set(map(id, self._asked.values()))
+        kept_bytes = sum(promotion.kept_bytes for promotion in self._waiting.values())
+        assert kept_bytes == self._kept_bytes, (kept_bytes, self._kept_bytes)
         for name, promotion in self._waiting.items():
             assert promotion.name == name, (promotion.name, name)
             instance = instances[name.engine_id]
             assert instance is promotion.instance, f"{name} waits for another instance"
             assert instance.connection is not None, f"{name} waits, and is not connected"
-            is_waiting = promotion.running or promotion.waits_for_memory
-            assert is_waiting or id(promotion) in asked, f"{name} waits for nothing"
+            is_waiting = promotion.running or promotion.waits_for_memory or promotion.is_asking
+            assert is_waiting, f"{name} waits for nothing"
+            assert promotion.is_asking == (id(promotion) in asked), f"{name} has no answer"
+            chunks = sum(entry.is_whole for entry in promotion.trail)
+            assert promotion.chunks == chunks, (promotion.chunks, chunks)
             for entry in promotion.running:
                 assert promotion in self._joined[entry], f"{name} will not be told"
         for entry, joined in self._joined.items():
@@ -447,6 +431,8 @@ class Promotions:
         assert loading == self._loading_bytes, (loading, self._loading_bytes)
         lent = {number for number, grant in self._lending.grants.items() if grant.is_loading}
         assert lent == {load.grant.number for load in self._loads.values()}, lent
+        loading_entries = {load.grant.entry for load in self._loads.values()}
+        assert loading_entries == self._tier_of.keys(), "loaded by no tier"
 
 
 def _has_keys(question: Question) -> TypeGuard[m.Lookup]:

@@ -100,6 +100,21 @@ class DropReason(enum.StrEnum):
     """the engine only loads"""
 
 
+class CutReason(enum.StrEnum):
+    """Why a lookup was answered with less than tiers have."""
+
+    NO_MEMORY = "no_memory"
+    """there was no memory to load into, or too much is kept for other lookups"""
+    TOO_LATE = "too_late"
+    """no chunk came within T_load, or computing would have been quicker"""
+    TOO_MANY = "too_many"
+    """as many lookups as allowed were already waiting for tiers"""
+    SILENT = "silent"
+    """the tier had left five lookups waiting, and is left alone for a while"""
+    SLOWER_THAN_COMPUTE = "slower_than_compute"
+    """computing was known to be quicker than loading"""
+
+
 class EvictCause(enum.StrEnum):
     """Why an entry was taken away."""
 

@@ -6,11 +6,16 @@
 A region is unmapped only when no copy is in it; whoever copies holds a use. So the node may ask
 for a region back at any time, and nobody waits for anybody.
 
+Each mapping keeps two descriptors, and a process may have few: the engine's own come first, so a
+region is refused where it would take of the last of them.
+
 Ownership: all state under `_lock`; populating and unmapping happen on the `kvtide-map` thread,
 with the lock free.
 """
 
+import os
 import queue
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +23,11 @@ from contextlib import contextmanager, suppress
 from kvtide.errors import KVTideError
 from kvtide.memory.region import MappedRegion
 from kvtide.processors import leave_binding
+
+DESCRIPTORS_LEFT_MIN = 256
+"""Of those that the process may open, so many are left to its engine;"""
+DESCRIPTORS_LEFT_RATIO_MIN = 0.25
+"""or this part, where it may open fewer than four times as many."""
 
 
 class _Mapping:
@@ -65,6 +75,10 @@ class MappedRegions:
                 self._on_open(number)
             return
         fd, generations_fd = descriptors
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if not _leaves_enough(_open_count(), limit):
+            self._on_failed(number, f"few of {limit} open files are left: raise `ulimit -n`")
+            return
         try:
             region = MappedRegion(fd, cell_count * cell_bytes, generations_fd, cell_bytes)
         except KVTideError as error:
@@ -186,3 +200,17 @@ class MappedRegions:
             self._on_failed(number, failure)
         else:
             self._on_left(number)
+
+
+def _open_count() -> int | None:
+    """Descriptors of this process; None where there is not even one to look with."""
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return None
+
+
+def _leaves_enough(open_count: int | None, limit: int) -> bool:
+    """Whether a process of so many open files may have those of a region, too."""
+    left_min = min(DESCRIPTORS_LEFT_MIN, limit * DESCRIPTORS_LEFT_RATIO_MIN)
+    return open_count is not None and limit - open_count >= left_min

@@ -34,7 +34,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvtide.errors import HostMemoryError, WireError
 from kvtide.memory import probe
@@ -51,7 +51,7 @@ ALLOCATE_BYTES = 64 * MiB
 """Allocated between two looks at the memory available: 16 ms, of which the look takes 0.4."""
 
 POPULATE_BYTES = 16 * MiB
-"""Populated in one call: it holds off the engine's own mmap and munmap for its 4 ms."""
+"""Populated in one call: it holds off the process's own mmap and munmap for its 4 ms."""
 
 READ_BYTES = MiB
 """Read in one go where the kernel cannot populate: the interpreter's lock is held for 0.5 ms."""
@@ -97,8 +97,10 @@ class RegionMemory:
         return cls(name, bytes_total, fd)
 
     def view(self) -> memoryview:
-        """All bytes, mapped into this process when it is first asked for; nothing is populated:
-        what reads and writes here is the kernel, for a tier.
+        """All bytes, mapped into this process when it is first asked for.
+
+        What reads and writes here is the kernel, for a tier; it is quick once `populate` was
+        called.
 
         Raises:
             HostMemoryError: the kernel does not map it.
@@ -112,6 +114,21 @@ class RegionMemory:
                 raise HostMemoryError(f"cannot map {size} of {self.name}: {error}") from error
             self._view = memoryview(self._mapping)
         return self._view
+
+    def populate(self) -> None:
+        """Fill the page tables of the view, if there is one; blocks for 0.25 s a GiB, the
+        interpreter's lock free.
+
+        Direct I/O goes by page tables too: in a view that was not populated it waits for a fault
+        at each page. Where the kernel cannot do it (before 5.14) or has not the memory for tables,
+        that is all that is lost.
+        """
+        mapping = self._mapping
+        if mapping is not None:
+            with memoryview(mapping), contextlib.suppress(OSError):
+                address = address_of(mapping)
+                for start, length in _pieces(self.bytes_total):
+                    advise(address + start, length, MADV_POPULATE_WRITE)
 
     def close(self) -> None:
         """Let go of the memory; calling it again does nothing.
@@ -217,10 +234,9 @@ class MappedRegion:
         """
         with self.cells[:]:  # holds off close()
             address = address_of(self._cells)
-            for start in range(0, self.bytes_total, POPULATE_BYTES):
+            for start, length in _pieces(self.bytes_total):
                 if stop.is_set():
                     return False
-                length = min(POPULATE_BYTES, self.bytes_total - start)
                 try:
                     advise(address + start, length, MADV_POPULATE_WRITE)
                 except OSError as error:
@@ -286,6 +302,12 @@ os.register_at_fork(after_in_child=_let_go)
 def _identity(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
+
+
+def _pieces(bytes_total: int) -> Iterator[tuple[int, int]]:
+    """Start and length of what is populated by one call after the other."""
+    for start in range(0, bytes_total, POPULATE_BYTES):
+        yield start, min(POPULATE_BYTES, bytes_total - start)
 
 
 def _allocated_file(name: str, bytes_total: int, spare_bytes: Callable[[], int]) -> int:

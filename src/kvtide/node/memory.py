@@ -35,6 +35,11 @@ class RegionFiles:
         """Of its shards, as the machine counts regions."""
         return sum(shard.bytes_total for shard in self.shards)
 
+    def populate(self) -> None:
+        """Make the views quick; blocks for 0.25 s a GiB."""
+        for shard in self.shards:
+            shard.populate()
+
     def close(self) -> None:
         """Let go of the memory; blocks while the kernel frees it."""
         for shard in self.shards:
@@ -49,8 +54,9 @@ Look: TypeAlias = int | str | None
 class NodeMemory:
     """All regions of one node."""
 
-    def __init__(self, host_bytes: int) -> None:
+    def __init__(self, host_bytes: int, *, has_tiers: bool) -> None:
         """Raises RuntimeError where the system gives no thread."""
+        self._has_tiers = has_tiers
         self._files: dict[int, RegionFiles] = {}
         self._allocator = ThreadPoolExecutor(1, thread_name_prefix="kvtide-memory")
         self._allocator.submit(int).result()  # starts the thread while there is one to be had
@@ -90,8 +96,14 @@ class NodeMemory:
         return files
 
     def add(self, number: int, files: RegionFiles) -> None:
-        """The region is in use from now on."""
+        """The region is in use from now on; for tiers, which read and write in it, it is made
+        quick meanwhile."""
         self._files[number] = files
+        if self._has_tiers:
+            with contextlib.suppress(HostMemoryError):  # whoever needs the view will be told
+                for shard in files.shards:
+                    shard.view()
+                self._allocator.submit(files.populate)
 
     def free(self, number: int) -> "Future[None]":
         """Give a region back to the machine."""

@@ -15,7 +15,7 @@ from typing import Any
 from kvtide.core.index import Entry, Root
 from kvtide.core.instances import Instance
 from kvtide.core.machine import Machine
-from kvtide.core.reasons import DropReason, EvictCause, MissReason
+from kvtide.core.reasons import CutReason, DropReason, EvictCause, MissReason
 from kvtide.metrics import OTHER
 from kvtide.node.health import ON
 from kvtide.tiers.base import LoadOutcome, StoreOutcome, TierStatistics
@@ -28,7 +28,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "lookups.": ("answered", "not_mapped"),
     "drop.": tuple(DropReason),
     "evicted.": tuple(EvictCause),
-    "promotions.": ("no_memory", "too_late", "too_many", "silent", "slower_than_compute"),
+    "promotions.": tuple(CutReason),
 }
 """Counters that differ in one label, by the metric's source, and all values that are ours: metrics
 give each from the start, since a rate misses the step from nothing to the first one."""

@@ -73,7 +73,7 @@ class Runtime:
         self.exit_code = 0
         self._shown = shown
         self._server = Server(self._on_message, self._on_closed, logger.warning)
-        self._memory = NodeMemory(machine.config.host_bytes)
+        self._memory = NodeMemory(machine.config.host_bytes, has_tiers=bool(tiers))
         self._is_looking = False
         self._processes: dict[int, int] = {}  # pidfd by the connection that handed it over
         self._had_engine = False

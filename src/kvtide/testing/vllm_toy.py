@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -309,6 +310,7 @@ class ToyEngine:
         *,
         request_id: str = "",
         salt: str | None = None,
+        adapter: LoRARequest | None = None,
         priority: int = 0,
         extra_args: dict[str, Any] | None = None,
         prompt_logprobs: int | None = None,
@@ -327,6 +329,7 @@ class ToyEngine:
             sampling_params=sampling,
             pooling_params=None,
             cache_salt=salt,
+            lora_request=adapter,
             priority=priority,
             block_hasher=self._hasher,
         )

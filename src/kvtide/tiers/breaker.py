@@ -5,7 +5,8 @@ import logging
 FAILURES_MAX = 5
 """In a row; then the breaker opens."""
 RETRY_MS_MIN, RETRY_MS_MAX = 1_000, 60_000
-"""The second may be less where a probe costs little and others mend the place."""
+SHARED_RETRY_MS_MAX = 4_000
+"""The longest pause where others mend the place: with a call of it, hits resume within T_heal."""
 
 
 class Breaker:

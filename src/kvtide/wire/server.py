@@ -115,8 +115,7 @@ class Server:
         except BlockingIOError:
             return
         except WireError as error:
-            self._on_refused(f"connection {connection.number} is closed: {error}")
-            self.drop(connection.number)
+            self._end(connection.number, str(error))
         except OSError:
             self.drop(connection.number)
 
@@ -145,16 +144,20 @@ class Server:
                 return
         except (WireError, OSError) as error:
             fault = str(error)
-        self._on_refused(f"connection {number} is closed: {fault}")
-        self.drop(number)
+        self._end(number, fault)
 
     def _flush(self, connection: Connection) -> None:
         try:
             connection.outbox.flush(connection.sock)
-        except OSError:
+        except ConnectionError:
             # It has closed; what it said before, a good-bye or its last answers, is still to read.
             connection.is_deaf = True
             connection.outbox.close()
+        except OSError as error:
+            # No buffers, or too many descriptors on their way. The peer lives: it comes back, and
+            # is told anew what it did not get.
+            self._end(connection.number, str(error))
+            return
         if connection.outbox:
             self._loop.add_writer(connection.sock, self._flush, connection)
             return
@@ -168,6 +171,11 @@ class Server:
         if connection is not None:
             connection.is_closing = True
             self._flush(connection)
+
+    def _end(self, number: int, fault: str) -> None:
+        """End a connection for a fault, and say so."""
+        self._on_refused(f"connection {number} is closed: {fault}")
+        self.drop(number)
 
     def drop(self, number: int) -> None:
         """End a connection now; a good-bye in it that was not read yet is heard all the same."""

@@ -49,6 +49,16 @@ def a_snapshot(directory: Path, content: bytes, name: str | None = None) -> Path
     return snapshot
 
 
+def a_moment_after(*paths: Path) -> int:
+    """A time at which all of these were as they are, and what is changed from now on was not."""
+    newest_ns = max(
+        below.lstat().st_ctime_ns for path in paths for below in (path, *path.rglob("*"))
+    )
+    while time.time_ns() < newest_ns + 50_000_000:  # file systems have coarse clocks
+        pass
+    return newest_ns + 25_000_000
+
+
 class HeldReads(FileDigests):
     """Reads wait until they are let go."""
 

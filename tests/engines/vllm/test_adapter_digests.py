@@ -1,6 +1,7 @@
 """Digests of adapters: by content, in the background, and never again once files change."""
 
 import hashlib
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 from kvtide.engines.vllm import adapters as adapters_module
 from kvtide.engines.vllm.adapters import CONFIRMED_S_MAX, IDLE_S_MAX, AdapterDigests
 from kvtide.engines.vllm.file_digests import FileDigests, FileIdentity
-from tests.engines.vllm.checkpoints import WAIT_S, HeldReads
+from tests.engines.vllm.checkpoints import WAIT_S, HeldReads, a_moment_after
 
 ANY_AGE_NS = 1 << 62
 """Files may be as young as they like."""
@@ -142,15 +143,39 @@ def test_another_adapter_behind_the_same_link_is_never_known(
     adapter: Path, tmp_path: Path, digests: FileDigests
 ) -> None:
     """Its files may be old: what counts is when the link came to lead to them."""
-    began_ns = max(path.stat().st_ctime_ns for path in adapter.iterdir())
-    until_ns = began_ns + 50_000_000
-    while time.time_ns() < until_ns:
-        pass
+    began_ns = a_moment_after(adapter)
     (tmp_path / "current").symlink_to(adapter)
+    (tmp_path / "through").symlink_to("current")
     adapters = AdapterDigests(digests, began_ns)
     distrusted(adapters, tmp_path / "current")
+    distrusted(adapters, tmp_path / "through")
     assert len(adapter_digest(adapters, adapter)) == 32
     adapters.close()
+
+
+def test_another_adapter_renamed_to_the_same_path_is_never_known(
+    adapter: Path, tmp_path: Path, digests: FileDigests
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(adapter, other)
+    began_ns = a_moment_after(adapter, other)
+    adapter.rename(tmp_path / "old")
+    other.rename(adapter)
+    adapters = AdapterDigests(digests, began_ns)
+    distrusted(adapters, adapter)
+    adapters.close()
+
+
+def test_an_adapter_in_use_is_unchanged_until_a_look_finds_it_changed(
+    adapter: Path, adapters: AdapterDigests
+) -> None:
+    assert not adapters.is_unchanged(str(adapter)), "nobody has named it"
+    adapter_digest(adapters, adapter)
+    assert adapters.is_unchanged(str(adapter))
+    (adapter / "adapter_config.json").write_text("{}")
+    deadline_s = time.monotonic() + WAIT_S
+    while adapters.is_unchanged(str(adapter)):
+        assert time.monotonic() < deadline_s
 
 
 def test_an_adapter_changed_in_place_is_never_known_again(

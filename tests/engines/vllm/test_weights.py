@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -31,6 +32,8 @@ from kvtide.engines.vllm.weights import (
 from tests.engines.vllm.checkpoints import (
     WAIT_S,
     HeldReads,
+    a_moment_after,
+    a_snapshot,
     digest_of,
     off_of,
     settled,
@@ -54,7 +57,7 @@ def test_golden_value_of_one_small_checkpoint(tmp_path: Path, digests: FileDiges
     )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_flipped_bit_of_any_weight_file_gives_another_digest(
     data: st.DataObject, model: Path, digests: FileDigests
@@ -262,12 +265,88 @@ def test_a_file_that_keeps_changing_turns_caching_off(model: Path, tmp_path: Pat
 def test_a_file_changed_after_the_engine_began_turns_caching_off(
     model: Path, digests: FileDigests
 ) -> None:
-    newest_ns = max(path.stat().st_ctime_ns for path in model.glob("*.safetensors"))
-    local = LocalWeights(model)
-    state = settled(WeightsDigest(local, digests, unchanged_since_ns=newest_ns - 1))
-    assert isinstance(state, Off)
-    assert state.reason is OffReason.WEIGHTS_CHANGE
-    assert isinstance(settled(WeightsDigest(local, digests, unchanged_since_ns=newest_ns)), Known)
+    began_ns = a_moment_after(model)
+    assert is_known(model, digests, began_ns)
+    (model / "model-2.safetensors").write_bytes(b"other")
+    assert not is_known(model, digests, began_ns)
+
+
+@pytest.mark.parametrize(
+    "way", ["link", "link to a link", "link above", "renamed", "file", "its link"]
+)
+def test_another_checkpoint_behind_the_same_path_turns_caching_off(
+    way: str, model: Path, tmp_path: Path, digests: FileDigests
+) -> None:
+    """All of its files are older than the engine, which has loaded what was there before."""
+    other, files = tmp_path / "other", [*model.glob("*.safetensors")]
+    shutil.copytree(model, other)
+    for file in other.glob("*.safetensors"):
+        file.write_bytes(b"other")
+    here, above = tmp_path / "here", tmp_path / "above"
+    match way:
+        case "link":
+            here.symlink_to(model)
+        case "link to a link":
+            above.symlink_to(model)
+            here.symlink_to(above)
+        case "link above":
+            shutil.copytree(model, tmp_path / "v1" / "model")
+            shutil.copytree(other, tmp_path / "v2" / "model")
+            above.symlink_to("v1")
+            here = above / "model"
+        case "renamed" | "file":
+            here = model
+        case "its link":
+            here.mkdir()
+            for file in files:
+                (here / file.name).symlink_to(file)
+    began_ns = a_moment_after(tmp_path)
+    assert is_known(here, digests, began_ns)
+    match way:
+        case "link":
+            here.unlink()
+            here.symlink_to(other)
+        case "link to a link":
+            above.unlink()
+            above.symlink_to(other)
+        case "link above":
+            above.unlink()
+            above.symlink_to("v2")
+        case "renamed":
+            model.rename(tmp_path / "old")
+            other.rename(model)
+        case "file":
+            (other / files[0].name).rename(files[0])
+        case "its link":
+            (here / files[0].name).unlink()
+            (here / files[0].name).symlink_to(other / files[0].name)
+    assert not is_known(here, digests, began_ns)
+
+
+def test_a_name_of_the_hub_that_stands_for_another_snapshot_turns_caching_off(
+    tmp_path: Path, digests: FileDigests
+) -> None:
+    """Another engine has fetched what is new there since ours has loaded what was there."""
+    repository = tmp_path / "models--someone--model"
+    first = a_snapshot(repository, b"weights")
+    second = repository / "snapshots" / "def"
+    shutil.copytree(first, second, symlinks=True)
+    ref = repository / "refs" / "main"
+    ref.parent.mkdir()
+    ref.write_text("abc")
+    began_ns = a_moment_after(ref)
+    assert is_known(second, digests, began_ns)
+    ref.write_text("def")
+    assert not is_known(second, digests, began_ns)
+    shutil.rmtree(first)
+    assert is_known(second, digests, began_ns), "the engine has fetched it, there is no other"
+
+
+def is_known(directory: Path, digests: FileDigests, began_ns: int) -> bool:
+    """Whether an engine that began then has a digest of its weights."""
+    state = settled(WeightsDigest(LocalWeights(directory), digests, unchanged_since_ns=began_ns))
+    assert isinstance(state, Known) or state.reason is OffReason.WEIGHTS_CHANGE, state
+    return isinstance(state, Known)
 
 
 def test_the_start_of_a_process_is_known_to_a_tenth_of_a_second() -> None:

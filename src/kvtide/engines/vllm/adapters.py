@@ -4,9 +4,9 @@
                   └► known, and found unchanged within the last second ─► the digest
 
 The engine loads an adapter before any request names it to us, and may load it anew. So one whose
-files have changed since the engine's start is never known: the engine may hold the old bytes or
-the new ones, and nothing tells which. Only blobs of a Hugging Face cache may be younger, if they
-hold what their names say: the engine may just have fetched them.
+files, or the way to them, have changed since the engine's start is never known: the engine may
+hold the old bytes or the new ones, and nothing tells which. Only blobs of a Hugging Face cache may
+be younger, if they hold what their names say: the engine may just have fetched them.
 
 A file system may hang, and requests must not wait for it: everything that asks one is done by the
 thread here. An adapter in use is looked at again and again; one that nobody has named for long is
@@ -31,6 +31,8 @@ from kvtide.engines.vllm.file_digests import (
     FileIdentity,
     ReadStopped,
     blob_of,
+    directory_may_be_another,
+    file_may_be_another,
     holds_its_name,
     lower_priority,
 )
@@ -114,6 +116,21 @@ class AdapterDigests:
                 return None
             return adapter.digest
 
+    def is_unchanged(self, path: str) -> bool:
+        """Whether nothing has been seen to change of an adapter whose digest was given before.
+
+        Called for each of its requests in each step, which keeps it in use.
+        """
+        now_s = self._clock_s()
+        with self._lock:
+            adapter = self._adapters.get(path)
+            if adapter is None:
+                return False
+            adapter.used_s = now_s
+            if now_s - adapter.confirmed_s > CONFIRMED_S_MAX:
+                self._wake.set()
+            return not adapter.is_distrusted
+
     def close(self, timeout_s: float = 1.0) -> None:
         """Stop reading and join the thread; one that hangs in a file system is left behind."""
         self._stop.set()
@@ -195,23 +212,18 @@ class AdapterDigests:
             adapter.confirmed_s = began_s
 
     def _is_young(self, files: tuple[Path, ...], identities: tuple[FileIdentity, ...]) -> bool:
-        """Whether the engine may hold older bytes than there are, whatever the names say.
-
-        Of a link counts also when it was made: another one may have stood in its place.
-        """
-        directory = files[0].parent if files else None
-        if directory is not None and directory.is_symlink() and self._is_link_new(directory):
+        """Whether the engine may hold older bytes than there are, whatever the names say: those
+        of other files, or of another directory."""
+        if not files:
+            return False
+        since_ns = self._unchanged_since_ns
+        are_blobs = [blob_of(file) is not None for file in files]
+        if directory_may_be_another(files[0].parent, since_ns, is_of_blobs=all(are_blobs)):
             return True
         return any(
-            blob_of(file) is None and self._is_new(file, identity)
-            for file, identity in zip(files, identities, strict=True)
+            not is_blob and file_may_be_another(file, identity, since_ns)
+            for file, identity, is_blob in zip(files, identities, are_blobs, strict=True)
         )
-
-    def _is_new(self, file: Path, identity: FileIdentity) -> bool:
-        return identity.ctime_ns > self._unchanged_since_ns or self._is_link_new(file)
-
-    def _is_link_new(self, path: Path) -> bool:
-        return path.lstat().st_ctime_ns > self._unchanged_since_ns
 
     def _read(self, adapter: _Adapter) -> None:
         digest = self._content_digest(adapter)
@@ -231,7 +243,8 @@ class AdapterDigests:
                 read, digest = self._digests.read(path, self._stopped)
                 if read != identity:
                     return None
-            if self._is_new(path, identity) and not holds_its_name(path, digest):
+            is_new = file_may_be_another(path, identity, self._unchanged_since_ns)
+            if is_new and not holds_its_name(path, digest):
                 return None
             whole.update(b"%b\0%b" % (path.name.encode(), digest))
         return whole.digest()

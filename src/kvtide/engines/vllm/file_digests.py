@@ -38,6 +38,9 @@ SETTLE_NS = 2_000_000_000
 GIT_BYTES_MAX = 16 * MiB
 """Files that a hub keeps in git itself, and names by git's digest, are smaller."""
 
+LINKS_MAX = 40
+"""As many as the kernel follows on the way to a file."""
+
 _KEPT_BYTES_MAX = 4096
 _SHA256_NAME = re.compile(r"[0-9a-f]{64}")
 _GIT_NAME = re.compile(r"[0-9a-f]{40}")
@@ -78,7 +81,64 @@ def blob_of(path: Path) -> Path | None:
     if not path.is_symlink():
         return None
     blob = path.resolve()
-    return blob if blob.parent.name == "blobs" else None
+    snapshots = blob.parent.parent / "snapshots"
+    is_of_snapshot = blob.parent.name == "blobs" and snapshots in path.parent.resolve().parents
+    return blob if is_of_snapshot else None
+
+
+def file_may_be_another(path: Path, identity: FileIdentity, since_ns: int) -> bool:
+    """Whether a reader at `since_ns` (realtime) may have found other bytes there."""
+    return identity.ctime_ns > since_ns or leads_elsewhere(path, since_ns)
+
+
+def directory_may_be_another(directory: Path, since_ns: int, *, is_of_blobs: bool) -> bool:
+    """Whether a reader at `since_ns` (realtime) may have found another directory there.
+
+    One whose files are all blobs of a hub's cache may be younger, since the reader may just have
+    fetched it; then it counts whether the hub's name may have stood for another one.
+    """
+    if leads_elsewhere(directory, since_ns):
+        return True
+    if is_of_blobs:
+        return has_other_snapshot(directory, since_ns)
+    return directory.stat().st_ctime_ns > since_ns
+
+
+def leads_elsewhere(path: Path, since_ns: int) -> bool:
+    """Whether a path may have led to something else at `since_ns` (realtime).
+
+    A link that is followed on the way, however deep, was made since; or a directory there was
+    renamed since, which moves its ctime alone, as long as nothing is made in it afterwards.
+    """
+    at, todo, link_count = Path("/"), [*reversed((Path.cwd() / path).parts[1:])], 0
+    while todo:
+        part = todo.pop()
+        if part == "..":
+            at = at.parent
+            continue
+        here = at / part
+        status = here.lstat()
+        if not stat.S_ISLNK(status.st_mode):
+            at = here
+            if status.st_ctime_ns > max(since_ns, status.st_mtime_ns):
+                return True
+            continue
+        link_count += 1
+        if status.st_ctime_ns > since_ns or link_count > LINKS_MAX:
+            return True
+        target = here.readlink()
+        todo.extend(reversed(target.parts[1:] if target.is_absolute() else target.parts))
+        at = Path("/") if target.is_absolute() else at
+    return False
+
+
+def has_other_snapshot(directory: Path, since_ns: int) -> bool:
+    """Whether a hub's names may have stood for another snapshot than this one at `since_ns`."""
+    snapshots = directory.resolve().parent
+    if snapshots.name != "snapshots" or len(os.listdir(snapshots)) < 2:
+        return False
+    refs = (ref for ref in (snapshots.parent / "refs").rglob("*") if ref.is_file())
+    return any(ref.stat().st_mtime_ns > since_ns for ref in refs)
 
 
 def claimed_digest(path: Path) -> bytes | None:

@@ -24,7 +24,7 @@ from kvtide.core.instances import ROOTS_MAX
 from kvtide.core.keys import root_key, salt_digest
 from kvtide.core.plan import StorePlan, cut_runs, usable_blocks
 from kvtide.core.reasons import MissReason, OffReason
-from kvtide.engines.vllm.adapters import AdapterDigests
+from kvtide.engines.vllm.adapters import ADAPTERS_MAX, AdapterDigests
 from kvtide.engines.vllm.lookups import Lookups
 from kvtide.engines.vllm.metadata import LoadJob, StepPlan
 from kvtide.engines.vllm.session import EngineIdentity, EngineSession, Session
@@ -60,6 +60,7 @@ class SchedulerSide:
         self._new_loads: list[LoadJob] = []
         self._session: Session | None = None
         self._roots: set[bytes] = set()
+        self._adapter_paths: dict[int, str] = {}  # by number; empty where that stands for no one
         self._fingerprint = b""
         self._next_number = 1
         self._unreadable = ""  # what was said last of a request that has no name
@@ -100,8 +101,11 @@ class SchedulerSide:
         """
         request, identity = tracker.request, self._identity
         try:
+            # Whether it is cached or not: the engine loads the adapter of each.
+            lora = request.lora_request
+            is_alone = lora is None or self._note_adapter(lora)
             refused = refusal(request, self._settings)
-            root = refused or self._root(request)
+            root = refused or self._root(request, is_alone=is_alone)
             if isinstance(root, MissReason):
                 return root
             items = items_of(request)
@@ -114,21 +118,54 @@ class SchedulerSide:
         tracker.root, tracker.chain = root, chain
         return None
 
-    def _root(self, request: Any) -> m.RegisterRoot | MissReason:
-        """The root key of a request, and what a node must know of it; or why there is none."""
+    def _root(self, request: Any, *, is_alone: bool) -> m.RegisterRoot | MissReason:
+        """The root key of a request, and what a node must know of it; or why there is none.
+
+        `is_alone`: its adapter's number, if it has one, stands for it and no other.
+        """
         if not self._fingerprint:
             return MissReason.NODE_GONE
         adapter, lora = b"", request.lora_request
         if lora is not None:
-            # One to be loaded in place may be read anew by the engine at any time.
-            is_reread = getattr(lora, "load_inplace", False)
-            digest = None if is_reread else self._adapters.digest(lora.lora_path)
+            digest = self._adapters.digest(lora.lora_path) if is_alone else None
             if digest is None:
                 return MissReason.ADAPTER_UNKNOWN
             adapter = digest
         salt = request.cache_salt
         root = root_key(self._fingerprint, epoch=self._epoch, salt=salt, adapter=adapter)
         return m.RegisterRoot(root, self._epoch, salt_digest(salt))
+
+    def _note_adapter(self, lora: Any) -> bool:
+        """Take note of what an adapter's number stands for; whether it still is one path, and what
+        was read there first.
+
+        The engine goes by the number: while that is loaded it looks at no path. One that is loaded
+        in place, or goes by a second path, is not known any more, nor is what runs under it.
+        """
+        number, path, paths = lora.lora_int_id, lora.lora_path, self._adapter_paths
+        if number not in paths and len(paths) < ADAPTERS_MAX:
+            paths[number] = path
+        if paths.get(number) == path and not getattr(lora, "load_inplace", False):
+            return True
+        if number in paths:
+            paths[number] = ""
+        named = [tracker for tracker in self._trackers.values() if tracker.chain is not None]
+        self._forget(
+            [
+                one
+                for one in named
+                if getattr(one.request.lora_request, "lora_int_id", 0) == number
+            ],
+            MissReason.ADAPTER_UNKNOWN,
+        )
+        return False
+
+    def _forget_if_adapter_changed(self, tracker: Tracker) -> None:
+        """Forget a request that may not compute with what it was named for any more."""
+        lora = tracker.request.lora_request
+        if lora is None or tracker.chain is None or self._adapters.is_unchanged(lora.lora_path):
+            return
+        self._forget([tracker], MissReason.ADAPTER_UNKNOWN)
 
     def _register(self, root: m.RegisterRoot) -> bool:
         """Make a root known on the present connection; False where that cannot be sent."""
@@ -191,6 +228,7 @@ class SchedulerSide:
         if tracker is None:
             return 0
         tracker.local_tokens = local_tokens
+        self._forget_if_adapter_changed(tracker)
         if tracker.chain is None or tracker.no_load is not None:
             return 0
         match = self._lookups.match_of(tracker)
@@ -293,6 +331,7 @@ class SchedulerSide:
             tracker = self._trackers.get(request_id)
             if tracker is None:
                 continue
+            self._forget_if_adapter_changed(tracker)
             request = tracker.request
             start = request.num_computed_tokens
             is_admitted = not tracker.is_counted or request_id in cached.resumed_req_ids
@@ -404,6 +443,7 @@ class SchedulerSide:
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is None:
             return
+        self._forget_if_adapter_changed(tracker)
         self._lookups.drop(tracker)
         self._note_preemption(tracker)
         if tracker.chain is None:
@@ -426,9 +466,17 @@ class SchedulerSide:
         """A fresh epoch: nothing stored before can be reached again. Needs no node."""
         self._epoch = secrets.token_bytes(EPOCH_BYTES)
         self.void_loads()
-        self._stores.reset(self._trackers.values())
-        for tracker in self._trackers.values():
-            tracker.no_load = MissReason.RESET
+        self._forget(list(self._trackers.values()), MissReason.RESET)
+
+    def _forget(self, trackers: list[Tracker], why: MissReason) -> None:
+        """Nothing of these requests is stored or loaded from now on."""
+        if not trackers:
+            return
+        self._stores.reset(trackers)
+        for tracker in trackers:
+            if tracker.load is not None:
+                tracker.load.is_void = True
+            tracker.no_load = why
             tracker.chain = tracker.root = None
             self._lookups.drop(tracker)
 

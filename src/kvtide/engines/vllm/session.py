@@ -193,16 +193,11 @@ class EngineSession:
             self._send_returned()
 
     def _send_returned(self) -> None:
+        # Under the lock, which a new connection takes: these are due there, or sent here.
         with self._arrived:
-            grants, self._returned = self._returned, []
-        if not grants:
-            return
-        is_sent = self._link.send(m.GrantReturn(grants))
-        with self._arrived:
-            if is_sent:
-                self._returned_last.extend(grants)
-            else:
-                self._returned = grants + self._returned
+            if self._returned and self._link.send(m.GrantReturn(self._returned)):
+                self._returned_last.extend(self._returned)
+                self._returned = []
 
     def note_silence(self) -> None:
         """A question was not answered in time."""

@@ -11,7 +11,8 @@ after that step, or only in this very step, whose forward is still to come.
 
 Copies hold up the engine's main thread: a step copies no more than `COPIED_STEPS` steps compute,
 and what is due beyond that comes in the next. Of ended requests what would be lost by waiting
-is copied all the same: blocks that this step gives out, and whatever is left at their deadline.
+may take as much again: blocks that this step gives out, and what is left at their deadline. What
+is beyond that too is dropped.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,6 +37,25 @@ AHEAD_STEPS = 2
 COPIED_STEPS = 2
 """Step budgets whose blocks are copied in one step, one chunk at least: as fast as blocks are
 computed, and as much again for what a restarted node has lost."""
+
+
+class _Budget:
+    """Blocks that may still be copied in a step."""
+
+    def __init__(self, blocks_max: int) -> None:
+        self._blocks_max = self.blocks = blocks_max
+
+    def take(self, granted: Granted) -> bool:
+        """Whether these may be copied; then they count."""
+        blocks = granted.run.cell_count
+        is_within = blocks <= self.blocks
+        # What is too much ends the step's copies: no later grant overtakes an earlier one.
+        self.blocks -= blocks if is_within else self.blocks
+        return is_within
+
+    def renew(self) -> None:
+        """Another step."""
+        self.blocks = self._blocks_max
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +112,9 @@ class Stores:
         self._left: list[_Left] = []
         self._due: list[StoreJob] = []
         copied_tokens = max(COPIED_STEPS * identity.step_tokens, identity.chunk_tokens)
-        self._copied_blocks_max = copied_tokens // identity.block_tokens
-        self._may_copy_blocks = self._copied_blocks_max  # in this step
+        self._budget = _Budget(copied_tokens // identity.block_tokens)
+        self._last_budget = _Budget(copied_tokens // identity.block_tokens)
+        """For what would be lost by waiting."""
         self._rescues: list[StoreJob] = []
 
     def bind(self, kv_cache_manager: Any) -> None:
@@ -231,18 +252,10 @@ class Stores:
 
     # ---- planning
 
-    def _is_within_step(self, granted: Granted) -> bool:
-        """Whether this step may still copy these blocks; then they count."""
-        blocks = granted.run.cell_count
-        is_within = blocks <= self._may_copy_blocks
-        # What is too much ends the step's copies: no later grant overtakes an earlier one.
-        self._may_copy_blocks -= blocks if is_within else self._may_copy_blocks
-        return is_within
-
     def _plan_owned(self, tracker: Tracker, store: StorePlan) -> None:
-        if not store.granted or not self._may_copy_blocks:
+        if not store.granted or not self._budget.blocks:
             return
-        due = store.take_storable(tracker.storable_tokens, self._is_within_step)
+        due = store.take_storable(tracker.storable_tokens, self._budget.take)
         if due:
             block_ids: list[int] = self._manager.get_block_ids(tracker.request.request_id)[0]
             for granted in due:
@@ -256,8 +269,10 @@ class Stores:
         given = set(self._giving)
 
         def may_copy(granted: Granted) -> bool:
+            if self._budget.take(granted):
+                return True
             is_lost_else = is_late or not given.isdisjoint(_job(granted, left.blocks).block_ids)
-            return self._is_within_step(granted) or is_lost_else
+            return is_lost_else and self._last_budget.take(granted)
 
         for granted in left.store.take_storable(left.storable_tokens, may_copy):
             job = _job(granted, left.blocks)
@@ -282,13 +297,15 @@ class Stores:
             self._given[block_id] = self._step
         self._giving.clear()
         self._step += 1
-        self._may_copy_blocks = self._copied_blocks_max
+        self._budget.renew()
+        self._last_budget.renew()
 
     def _plan_left(self, left: _Left) -> None:
         is_late = self._clock.now_ms() - left.left_ms >= ANSWER_MS_MAX
-        self._rescue(left, is_late=is_late or not self._link.is_usable)
+        self._rescue(left, is_late=is_late)
         self._ask_last(left)
-        if is_late or not left.store.is_waiting or not self._link.is_usable:
+        is_waiting = left.store.is_waiting if self._link.is_usable else left.store.granted
+        if is_late or not is_waiting:
             self._finish(left)
 
     def left_alone(self, storable_tokens: int) -> None:

@@ -42,6 +42,8 @@ from kvtide.engines.vllm.file_digests import (
     FileIdentity,
     ReadStopped,
     claimed_digest,
+    directory_may_be_another,
+    file_may_be_another,
     is_written_behind_link,
     lower_priority,
 )
@@ -58,7 +60,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
 """Load formats that read local files as they are; the first pattern that fits anything counts."""
 
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
-_TOO_NEW = "{path} changed after the engine began; start it again"
+_TOO_NEW = "{path}, or the way to it, changed after the engine began; start it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +178,9 @@ class WeightsDigest:
         weights: what the engine loads.
         digests: how files are read, and where their digests are kept.
         thread_count: threads that read files side by side.
-        unchanged_since_ns: a file changed after this moment (realtime) turns caching off, because
-            the engine may have loaded what was there before; `process_began_ns()` of the engine.
-            None: not checked.
+        unchanged_since_ns: files changed after this moment (realtime), or on whose way a link or
+            directory was, turn caching off, because the engine may have loaded what was there
+            before; `process_began_ns()` of the engine. None: not checked.
     """
 
     def __init__(
@@ -297,7 +299,16 @@ class WeightsDigest:
             if self._too_new(file, identity):
                 return Off(OffReason.WEIGHTS_CHANGE, _TOO_NEW.format(path=path))
             files.append(file)
+        if self._is_moved(self._weights.directory, files):
+            return Off(OffReason.WEIGHTS_CHANGE, _TOO_NEW.format(path=self._weights.directory))
         return tuple(files)
+
+    def _is_moved(self, directory: Path, files: Sequence[_File]) -> bool:
+        """Whether the engine may have loaded what another directory holds."""
+        since_ns, are_blobs = self._unchanged_since_ns, [f.claimed is not None for f in files]
+        return since_ns is not None and directory_may_be_another(
+            directory, since_ns, is_of_blobs=all(are_blobs)
+        )
 
     def _is_believable(self, path: Path, identity: FileIdentity) -> bool:
         """Whether nothing says that a blob may have been written since it got its name."""
@@ -309,7 +320,11 @@ class WeightsDigest:
     def _too_new(self, file: _File, identity: FileIdentity) -> bool:
         """A blob may be new, if it holds what it is called: the engine may have fetched it."""
         since_ns = self._unchanged_since_ns
-        return file.claimed is None and since_ns is not None and identity.ctime_ns > since_ns
+        return (
+            file.claimed is None
+            and since_ns is not None
+            and file_may_be_another(file.path, identity, since_ns)
+        )
 
     def _drain(self) -> None:
         """Each thread: read files until none is left. The last one to end says so."""

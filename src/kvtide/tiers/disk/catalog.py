@@ -79,7 +79,7 @@ class Catalog:
         self._children = array("I")
         self._digests = Digests()
         self._free: list[int] = []
-        self._firsts = Firsts()
+        self._firsts: Firsts[int] = Firsts()
         self._held: dict[bytes, int] = {}
         self._next_leaf: tuple[int, bytes] | None = None  # row and key of a parent left childless
         self._sweep_at = -1

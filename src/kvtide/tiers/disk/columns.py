@@ -92,7 +92,10 @@ class Extent:
 
 def from_rows(kinds: dict[int, Kind], kept: Iterable[Kept]) -> Columns:
     """Columns of records; of two with one key the later one counts."""
-    ordered = {one.key: one for one in sorted(kept, key=lambda one: one.offset_bytes)}
+    ordered: dict[bytes, Kept] = {}
+    for one in sorted(kept, key=lambda one: one.offset_bytes):
+        ordered.pop(one.key, None)  # or it would stand where its earlier twin lay
+        ordered[one.key] = one
     columns = Columns()
     numbers: dict[int, int] = {}
     rows: dict[bytes, int] = {}

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtide.errors import ConfigError
@@ -34,6 +35,20 @@ REFUSED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """How a file system says that it has no such call."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """What the owner knows to be there: whether it is tells an emptied directory from one that has
+    lost its lock alone.
+
+    Attributes:
+        segments: numbers of those that hold something.
+        next_number: that of the next one; whatever has it, or a higher one, is another node's.
+    """
+
+    segments: frozenset[int]
+    next_number: int
+
+
 @dataclass(slots=True)
 class Directory:
     """One directory, as every thread may read it.
@@ -45,6 +60,7 @@ class Directory:
             segment is full), "each" (with each record).
         is_direct: whether reads and writes of records pass by the page cache.
         device, inode: of the file that is locked: a directory with another one is not ours.
+        emptied: how often it was made ours again, and what had been there was gone.
     """
 
     path: str
@@ -54,6 +70,7 @@ class Directory:
     device: int = 0
     inode: int = 0
     lock_descriptor: int = -1
+    emptied: int = 0
 
     def at(self, number: int, suffix: str) -> str:
         """Path of a file of a segment."""
@@ -92,7 +109,7 @@ class Directory:
         try:
             self.files.make_directory(self.path)
             self._require_own()
-            self._lock(is_renewal=False)
+            self._lock(None)
         except OSError as error:
             raise ConfigError(
                 f"disk_path {self.path} cannot be used: {error.strerror or error};"
@@ -121,19 +138,15 @@ class Directory:
                 " chmod it to 700"
             )
 
-    def _lock(self, *, is_renewal: bool) -> None:
-        descriptor = self.files.open(self.lock_path, os.O_RDWR | os.O_CREAT)
-        if not self.files.lock(descriptor):
-            content = bytearray(32)
-            count = self.files.read_at(descriptor, [memoryview(content)], 0)
-            self.files.close(descriptor)
-            holder = content[:count].decode("ascii", "replace").strip() or "unknown"
-            raise ConfigError(
-                f"disk_path {self.path} is used by process {holder}; one node may use it at a time"
-            )
+    def _lock(self, ours: Ours | None) -> None:
+        """Take the lock; None: for the first time."""
+        descriptor, is_made = self._opened_lock()
         try:
-            locked = self._locked(descriptor, is_renewal=is_renewal)
-        except OSError:
+            locked = self._locked(descriptor)
+            is_emptied = ours is not None and not self._has(ours, is_made=is_made)
+        except (OSError, ConfigError) as error:
+            if is_made and isinstance(error, OSError):
+                self._unmake(descriptor)
             self.files.close(descriptor)
             raise
         self.device, self.inode = locked.device, locked.inode
@@ -143,22 +156,61 @@ class Directory:
         except OSError as error:  # a full or read-only drive can still be read
             logger.warning("%s: %s", self.lock_path, error)
         self.lock_descriptor = descriptor
+        self.emptied += is_emptied
 
-    def _locked(self, descriptor: int, *, is_renewal: bool) -> FileSize:
-        """The file that was locked, if it is the directory's still; raises OSError."""
-        locked, there = self.files.size(descriptor), self.files.link_at(self.lock_path)
-        if (locked.device, locked.inode) != (there.device, there.inode):
-            raise OSError(errno.ENOENT, "replaced before it was locked", self.lock_path)
-        if is_renewal and any(map(parsed_name, self.files.names(self.path))):
-            raise OSError(errno.ENOTEMPTY, "another node has written to it", self.path)
-        return locked
+    def _opened_lock(self) -> tuple[int, bool]:
+        """A descriptor of the lock's file, and whether it was made by that: nobody has one there
+        then. Raises OSError."""
+        try:
+            return self.files.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_EXCL), True
+        except FileExistsError:
+            return self.files.open(self.lock_path, os.O_RDWR), False
 
-    def renew(self) -> None:
-        """Make an emptied directory ours again, if it lies where it lay.
+    def _locked(self, descriptor: int) -> FileSize:
+        """The lock's file, now locked.
 
         Raises:
-            OSError: it does not, or holds segments: their numbers may be ours and their records
-                another node's, which only a start tells apart.
+            OSError: it cannot be, or is the directory's no more.
+            ConfigError: another node has it.
+        """
+        if self.files.lock(descriptor):
+            return self._found(descriptor)
+        content = bytearray(32)
+        count = self.files.read_at(descriptor, [memoryview(content)], 0)
+        holder = content[:count].decode("ascii", "replace").strip() or "unknown"
+        raise ConfigError(
+            f"disk_path {self.path} is used by process {holder}; one node may use it at a time"
+        )
+
+    def _found(self, descriptor: int) -> FileSize:
+        """The lock's file, if it is the directory's still; raises OSError."""
+        opened, there = self.files.size(descriptor), self.files.link_at(self.lock_path)
+        if (opened.device, opened.inode) != (there.device, there.inode):
+            raise OSError(errno.ENOENT, "replaced before it was locked", self.lock_path)
+        return opened
+
+    def _unmake(self, descriptor: int) -> None:
+        """A lock's file that we made and cannot take: the next try must not think it another's."""
+        with suppress(OSError):
+            self._found(descriptor)
+            self.files.unlink(self.lock_path)
+
+    def _has(self, ours: Ours, *, is_made: bool) -> bool:
+        """Whether what is ours is there; raises OSError where another node's may be."""
+        names = [name for name in map(parsed_name, self.files.names(self.path)) if name]
+        is_anothers = not is_made or any(number >= ours.next_number for number, _ in names)
+        if names and is_anothers:
+            raise OSError(errno.ENOTEMPTY, "another node has written to it", self.path)
+        return ours.segments <= {number for number, suffix in names if suffix == SEGMENT}
+
+    def renew(self, ours: Ours) -> None:
+        """Make a directory ours again whose lock is gone, if it lies where it lay: whoever took it
+        meanwhile has left a lock of his own. Where only the lock is gone nothing else changes;
+        where it was emptied `emptied` says so, and what is left of us is for the owner to remove.
+
+        Raises:
+            OSError: it does not, or holds another node's segments: their numbers may be ours and
+                their records are not, which only a start tells apart.
             ConfigError: another node has it.
         """
         try:
@@ -170,7 +222,7 @@ class Directory:
         self.files.make_directory(self.path)
         self._require_own()
         before = self.lock_descriptor
-        self._lock(is_renewal=True)
+        self._lock(ours)
         if before >= 0:
             self.files.close(before)
 

@@ -4,12 +4,13 @@ A block's digest stands for all that is before it, so records that begin with on
 parent. Most first blocks are of one record, so a number is enough for them: the first eight bytes
 of the digest lead to a row, and only what shares them costs a dictionary of its own.
 
-Ownership: the node's owner thread, as part of the catalog.
+Ownership: the node's owner thread, as part of its index.
 """
 
 import sys
 from array import array
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 from kvtide.tiers.disk.columns import FIRST_BYTES
 
@@ -17,23 +18,27 @@ CANDIDATES_MAX = 128
 """Records with one first block that a partial match looks at, latest first: bounds a lookup."""
 
 
-class Firsts:
+Row = TypeVar("Row")
+"""A number, or what stands for a record elsewhere."""
+
+
+class Firsts(Generic[Row]):
     """Rows by the first digest of their records."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, int] = {}
-        self._others: dict[int, dict[int, None]] = {}
+        self._rows: dict[int, Row] = {}
+        self._others: dict[int, dict[Row, None]] = {}
 
     def __len__(self) -> int:
         return len(self._rows) + sum(len(rows) for rows in self._others.values())
 
-    def add(self, digests: bytes, row: int) -> None:
+    def add(self, digests: bytes, row: Row) -> None:
         """A record with these digests has this row."""
         first = first_of(digests)
         if self._rows.setdefault(first, row) != row:
             self._others.setdefault(first, {})[row] = None
 
-    def take(self, firsts: bytes, rows: list[int]) -> None:
+    def take(self, firsts: bytes, rows: list[Row]) -> None:
         """The same of many, by the first bytes of each one's first digest."""
         numbers = array("Q", firsts)
         if sys.byteorder == "big":
@@ -45,7 +50,7 @@ class Firsts:
             if winner != row:
                 self._others.setdefault(first, {})[row] = None
 
-    def remove(self, digests: bytes, row: int) -> None:
+    def remove(self, digests: bytes, row: Row) -> None:
         """It is gone."""
         first = first_of(digests)
         others = self._others.get(first)
@@ -60,7 +65,7 @@ class Firsts:
         if others is not None and not others:
             del self._others[first]
 
-    def beginning(self, digests: bytes) -> Iterator[int]:
+    def beginning(self, digests: bytes) -> Iterator[Row]:
         """Rows whose first digest begins like this one, latest first, a bounded number."""
         first = first_of(digests)
         others = self._others.get(first)

@@ -1,8 +1,8 @@
 """How a start fills the catalog: rows are made of a segment when it is first asked for.
 
     read ──► `take`: known, counted, searched as text (`untaken.py`)
-                └──► rows: by a question for one of its keys or first blocks, by a slice of
-                     `sweep`, or all at once, before anything is stored or evicted
+                └──► rows: by a question for one of its keys or first blocks, or by a slice of
+                     `sweep`; stores and evictions wait until all are there
 
 Rows are kept for each segment in the order of segments, whenever they are made, so the clock's
 hand meets what is oldest first. Parents and children of different segments find each other as both
@@ -62,8 +62,8 @@ class LazyCatalog(Catalog):
     def sweep(self) -> list[Place]:
         if self._untaken:
             self._take_in([self._untaken.pop()])
-        if not self._doomed:
-            return super().sweep()
+        elif not self._doomed:
+            return super().sweep()  # not before all are rows: it would pass by those that come
         places, self._doomed = self._doomed, []
         return places
 
@@ -133,7 +133,7 @@ class LazyCatalog(Catalog):
         return not self._untaken
 
     def take_rest(self) -> None:
-        """Take in all that a start has left for later: who changes anything needs all of it."""
+        """Take in all that a start has left for later, at once: the better part of a second."""
         while self._untaken:
             self._take_in([self._untaken.pop()])
 
@@ -153,6 +153,8 @@ class LazyCatalog(Catalog):
             self._remove_gone(one, fresh)
             before = len(self.index)
             self.index.update(fresh)
+            for key in self._held.keys() & fresh.keys():
+                self._mark(fresh[key])
             if len(self.index) != before + len(fresh):
                 self._part_twins(fresh)
             self._link(one, fresh)

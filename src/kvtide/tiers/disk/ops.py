@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 from kvtide.tiers.base import LoadJob, StoreJob
 from kvtide.tiers.disk.catalog import Place
+from kvtide.tiers.disk.directory import Ours
 from kvtide.tiers.disk.rows import Kind
 
 
@@ -61,12 +62,15 @@ class SealOp:
 class ProbeOp:
     """Does the place take writes again?"""
 
+    ours: Ours
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadProbeOp:
     """Can this record be read again? (Its first page; None: there is none.)"""
 
     place: Place | None
+    ours: Ours
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,27 +10,9 @@ written: what is unlinked must give its space back.
 import os
 from contextlib import suppress
 
-from kvtide.codec import record as codec
-from kvtide.codec.record import Header
 from kvtide.tiers.disk.directory import Directory
-from kvtide.tiers.disk.files import page_memory, write_fully
-from kvtide.tiers.disk.ops import StoreOp, Summed, Written, bare
-
-
-def summed(op: StoreOp) -> Summed:
-    """Header, cells, header, cells: the bytes of all shards in order, checksums taken."""
-    record, layout = op.job.record, op.job.record.layout
-    length = codec.header_bytes(layout.shard_count, record.blocks)
-    headers = page_memory(length * layout.shard_count)
-    write_id = os.urandom(codec.WRITE_ID_BYTES)
-    parts = []
-    for shard, cells in enumerate(op.job.cells):
-        into = headers[shard * length : (shard + 1) * length]
-        content = memoryview(cells).cast("B")
-        checksums = codec.checksums_of(content, record.blocks)
-        codec.write_header(into, Header(record, shard, write_id, checksums))
-        parts += [into, content]
-    return Summed(op, parts)
+from kvtide.tiers.disk.files import write_fully
+from kvtide.tiers.disk.ops import Summed, Written, bare
 
 
 class RecordBytes:

@@ -184,19 +184,25 @@ class Room:
             self._space.reserved_bytes += reserve
             self._workers.write(SealOp(segment.number, reserve))
 
-    def sealed(self, ended: Ended) -> None:
-        """An index was written, or not: then the rows log stays."""
+    def sealed(self, ended: Ended) -> bool:
+        """An index was written, or not: then the rows log stays, and says the same. One that could
+        not be written anew is tried again after the next removal, not before: what is wrong with
+        it has not changed. Whether this is the first time that it could not."""
         op = ended.op
         assert isinstance(op, SealOp), op
         self._space.reserved_bytes -= op.reserve_bytes
         segment = self._space.segments.get(op.segment)
         if segment is None:
-            return
+            return False
+        is_first = segment.is_rewriting and ended.error is not None and not segment.is_stale
+        segment.is_stale = segment.is_stale or is_first
         segment.is_rewriting = False
         if ended.error is None:
-            segment.is_sealed = True
+            segment.is_sealed, segment.is_stale = True, False
             segment.indexed = segment.row_count = segment.live
-        self._look_at(segment)
+        if ended.error is None or segment.live == 0:
+            self._look_at(segment)
+        return is_first
 
     def _look_at(self, segment: Segment) -> None:
         """Unlink what is empty; write anew the index of what has become less."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvtide.tiers.disk import columns, rows
 from kvtide.tiers.disk.catalog import Place
-from kvtide.tiers.disk.directory import SEGMENT_NUMBER_MAX
+from kvtide.tiers.disk.directory import SEGMENT, SEGMENT_NUMBER_MAX, Ours
 from kvtide.tiers.disk.ops import FreeOp, UnlinkOp
 from kvtide.tiers.disk.rows import Kind
 from kvtide.units import GiB, KiB, MiB, round_up
@@ -42,6 +42,7 @@ class Segment:
         is_sealed: nothing is appended to it any more, and the writing thread has done with it.
         writer_ops: removals that the writing thread has; while there are any, all go to it.
         is_rewriting: its index is being written anew.
+        is_stale: this failed, and has not worked since.
         is_going: it is being unlinked.
         indexed: rows of its index.
         kinds: of the records written to it, which take `kinds_bytes` in its index; `row_count` and
@@ -56,6 +57,7 @@ class Segment:
     is_sealed: bool = False
     writer_ops: set[FreeOp | UnlinkOp] = field(default_factory=set)
     is_rewriting: bool = False
+    is_stale: bool = False
     is_going: bool = False
     indexed: int = 0
     kinds: set[Kind] = field(default_factory=set)
@@ -156,6 +158,12 @@ class Space:
         assert segment is not self.active, segment.number
         self.measured_bytes -= segment.allocated_bytes
         del self.segments[segment.number]
+
+    def ours(self) -> Ours:
+        """What should be in the directory."""
+        segments = self.segments.items()
+        there = (n for n, segment in segments if segment.live and SEGMENT in segment.allocated)
+        return Ours(frozenset(there), self.next_number)
 
     def check_integrity(self) -> None:
         """Sums are sums."""

@@ -280,8 +280,7 @@ def _read(directory: Directory, number: int, suffixes: set[str], scratch: Scratc
     if is_damaged:
         joined = _mended(directory, number, joined, rows, is_proving=not had_index)
     is_sealed = _sealed(directory, number, joined)
-    if not had_index:
-        _cut_off(directory, number, joined)
+    _give_back(directory, number, joined)
     return _Read(joined, set(), is_sealed)
 
 
@@ -319,23 +318,32 @@ def _sealed(directory: Directory, number: int, columns: Columns) -> bool:
     return True
 
 
-def _cut_off(directory: Directory, number: int, columns: Columns) -> None:
-    """End a segment behind its last record: what was being written at the kill goes."""
+def _give_back(directory: Directory, number: int, columns: Columns) -> None:
+    """Leave a segment nothing but its records: what was being written at the kill goes, and what
+    had its row by then and not its hole, which nobody would know of any more."""
     if not len(columns):
         return
-    kind, blocks = columns.kind[-1], columns.blocks[-1]
-    end = columns.pages[-1] * CELL_ALIGN_BYTES
-    end += codec.stored_bytes(columns.kinds[kind].layout, blocks)
+    gaps, end = [], 0
+    for page, kind, blocks in zip(columns.pages, columns.kind, columns.blocks, strict=True):
+        begin = page * CELL_ALIGN_BYTES
+        if begin > end:
+            gaps.append((end, begin - end))
+        end = begin + codec.stored_bytes(columns.kinds[kind].layout, blocks)
     files, path = directory.files, directory.at(number, SEGMENT)
     try:
-        if files.size_at(path).length_bytes > end:
-            descriptor = files.open(path, os.O_RDWR)
-            try:
+        is_longer = files.size_at(path).length_bytes > end
+        if not (gaps or is_longer):
+            return
+        descriptor = files.open(path, os.O_RDWR)
+        try:
+            if is_longer:
                 files.truncate(descriptor, end)
-            finally:
-                files.close(descriptor)
+            for begin, length in gaps:
+                files.punch(descriptor, begin, length)
+        finally:
+            files.close(descriptor)
     except OSError as error:
-        logger.warning("disk %s: segment %d was not cut: %s", directory.path, number, error)
+        logger.warning("disk %s: segment %d keeps its gaps: %s", directory.path, number, error)
 
 
 def _beyond(columns: Columns, length_bytes: int) -> set[int]:

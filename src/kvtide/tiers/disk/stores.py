@@ -4,6 +4,10 @@
                │                                     │
                └ too old, no room ──── dropped ──────┘ failed: with all that is behind it
 
+What comes while a start is still taking in what the directory holds waits until that has ended:
+whether it is there, or its parent, is not known before, and to find out at once would hold the
+owner for the better part of a second.
+
 Ownership: the node's owner thread.
 """
 
@@ -13,7 +17,8 @@ from collections.abc import Callable
 
 from kvtide.bounds import T_PUT_MS
 from kvtide.tiers.base import Stored, StoreJob, StoreOutcome
-from kvtide.tiers.disk.catalog import Catalog, Place
+from kvtide.tiers.disk.catalog import Place
+from kvtide.tiers.disk.intake import LazyCatalog
 from kvtide.tiers.disk.ops import Ended, StoreOp
 from kvtide.tiers.disk.room import Room
 from kvtide.tiers.disk.rows import Kept, Kind
@@ -39,7 +44,7 @@ class Stores:
 
     def __init__(
         self,
-        catalog: Catalog,
+        catalog: LazyCatalog,
         space: Space,
         room: Room,
         workers: Workers,
@@ -51,6 +56,7 @@ class Stores:
         self.stored_bytes = 0
         self.now_ms = 0
         self._pending = PendingStores()
+        self._early: list[Pending] = []  # those that the catalog was not asked about yet
         self._catalog = catalog
         self._space = space
         self._room = room
@@ -77,7 +83,12 @@ class Stores:
         if twin is not None and twin.job.record == record:
             twin.twins.append(job.number)
             return
-        refusal = self._refusal(job)
+        is_early = not self._catalog.is_taken_in
+        refusal = None if is_early else self._refusal(job)
+        if refusal is None and record.key in self._pending.by_key:
+            refusal = StoreOutcome.FAILED  # one name for two contents: it cannot be
+        if refusal is None and self.queued_bytes + record.payload_bytes > self._queue_bytes_max:
+            refusal = StoreOutcome.QUEUE_FULL
         if refusal is not None:
             self.end(job.number, refusal)
             return
@@ -85,26 +96,36 @@ class Stores:
         self._catalog.use_kind(kind)
         pending = Pending(job, kind, self.now_ms)
         self._pending.add(pending, self._pending.by_key.get(record.parent))
+        if is_early:
+            self._early.append(pending)
         if record.parent != record.root.key:
             self._catalog.hold(record.parent)
 
     def _refusal(self, job: StoreJob) -> StoreOutcome | None:
-        """Why a store ends at once; None: it is taken."""
+        """Why the catalog says that a store ends; None: it does not."""
         record = job.record
         row = self._catalog.row_of(record.key)
         if row is not None:
             is_same = self._catalog.record(row) == record
             return StoreOutcome.HELD if is_same else StoreOutcome.FAILED
-        if record.key in self._pending.by_key:
-            return StoreOutcome.FAILED  # one name for two contents: it cannot be
         if not self._is_anchored(job):
             return StoreOutcome.NOT_ANCHORED
         kind = self._catalog.kind_numbers.get(Kind(record.root, record.layout))
         if kind is not None and self._catalog.covers(kind, record.parent, record.digests):
             return StoreOutcome.HELD  # a longer one has all its blocks
-        if self._pending.queued_bytes + record.payload_bytes > self._queue_bytes_max:
-            return StoreOutcome.QUEUE_FULL
         return None
+
+    def _ask_for_early(self) -> None:
+        """The catalog has all its rows: what came before is a store like others, or ends."""
+        early, self._early = self._early, []
+        for pending in early:
+            if pending.is_ended or pending.is_doomed:
+                continue
+            refusal = self._refusal(pending.job)
+            if refusal is StoreOutcome.HELD:
+                self._end_pending(pending, refusal)  # those behind it have a parent all the same
+            elif refusal is not None:
+                self._drop([pending], refusal)
 
     def _is_anchored(self, job: StoreJob) -> bool:
         """Whether its parent is the root, there, or queued ahead of it."""
@@ -247,7 +268,11 @@ class Stores:
         self._pending.drop_ended()
 
     def write_on(self) -> None:
-        """Give the threads what there is room for, as far ahead as is good."""
+        """Give the threads what there is room for, as far ahead as is good; nothing while a start
+        is still taking in what the directory holds."""
+        if not self._catalog.is_taken_in:
+            return
+        self._ask_for_early()
         while self._wants_more():
             pending = self._pending.head()
             if pending is None or not self._begin(pending):

@@ -120,7 +120,7 @@ class DiskTier:
         self._catalog = LazyCatalog()
         self._space = Space(bytes_max, segment_bytes)
         self._directory = Directory(str(path.absolute()), files or SystemFiles(), sync)
-        self._lock_descriptor = -1
+        self._emptied = 0
         disk = f"disk {self._directory.path}"
         self._reads = Breaker("reads", disk, logger)
         self._writes = Breaker("writes", disk, logger)
@@ -139,7 +139,6 @@ class DiskTier:
         doomed = start.open_directory(
             self._directory, self._catalog, self._space, self._clears, floor_bytes
         )
-        self._lock_descriptor = self._directory.lock_descriptor
         for place in doomed:
             self._room.give_back(place)
         self._begin()
@@ -190,7 +189,6 @@ class DiskTier:
         elif self._writes.is_open or self._reads.is_open:
             self._stores.end(job.number, StoreOutcome.BROKEN)
         else:
-            self._catalog.take_rest()
             self._stores.add(job)
             self._pump()
 
@@ -266,7 +264,7 @@ class DiskTier:
         if self._is_closed:
             return
         if self._writes.wants_probe(self._now_ms):
-            self._workers.write(ProbeOp())
+            self._workers.write(ProbeOp(self._space.ours()))
             self._clears.retry()  # the first thing that works
         elif not self._writes.is_open:
             self._clears.retry()
@@ -276,7 +274,8 @@ class DiskTier:
             self._break_reads()
         if not self._are_all_hung and self._reads.wants_probe(self._now_ms):
             row = next(iter(self._catalog.index.values()), None)
-            self._workers.write(ReadProbeOp(None if row is None else self._catalog.place(row)))
+            place = None if row is None else self._catalog.place(row)
+            self._workers.write(ReadProbeOp(place, self._space.ours()))
         if not (self._writes.is_open or self._is_measuring) and (
             self._now_ms - self._measured_ms >= MEASURE_MS
         ):
@@ -306,7 +305,13 @@ class DiskTier:
                 self._judge_write(ended.error)
             case SealOp() as op:
                 self._space.measured(op.segment, ended.allocated)
-                self._room.sealed(ended)
+                if self._room.sealed(ended):
+                    logger.warning(
+                        "disk %s: the index of segment %d could not be written anew: %s",
+                        self.path,
+                        op.segment,
+                        ended.error,
+                    )
             case ClearOp():
                 self._clears.ended(ended)
                 self._judge_write(ended.error)
@@ -367,10 +372,12 @@ class DiskTier:
 
     def _look_at_directory(self) -> None:
         """Where a probe has made an emptied directory ours again, nothing is left of before."""
-        lock = self._directory.lock_descriptor  # changes only with its success
-        if lock != self._lock_descriptor and not self._is_closed:
-            self._lock_descriptor = lock
-            self._catalog.retire(self._kinds_of(EVERYTHING))
+        emptied = self._directory.emptied
+        if emptied != self._emptied and not self._is_closed:
+            self._emptied = emptied
+            kinds = self._kinds_of(EVERYTHING)
+            self._catalog.retire(kinds)
+            self._stores.clear(kinds)
             self._room.roll()
             self._wake()
 
@@ -393,7 +400,7 @@ class DiskTier:
         if not self._writes.is_open:
             self._stores.write_on()
             limit = int(WATERMARK_RATIO * self.bytes_max)
-            if not self._is_closed:
+            if self._catalog.is_taken_in and not self._is_closed:
                 self._room.evict(0, limit)
             self._room.flush()
             if self._room.has_more:
@@ -456,10 +463,12 @@ class DiskTier:
             self._take_results()
 
     def _settle(self, until: float) -> None:
-        """Let what runs end, and give back what that leaves, as long as there is time."""
+        """Let what runs end, and give back what that leaves, as long as there is time. Half of it
+        is the threads': what nobody can reach by then the next start takes away."""
+        sweep_until = (time.monotonic() + until) / 2
         while True:
             self._take_results()
-            while not self._catalog.is_swept:
+            while not self._catalog.is_swept and time.monotonic() < sweep_until:
                 self._room.sweep()
             if not self._writes.is_open:
                 self._room.flush()

@@ -37,8 +37,9 @@ from kvtide.tiers.disk.ops import (
     bare,
 )
 from kvtide.tiers.disk.reader import Reader
-from kvtide.tiers.disk.record_bytes import RecordBytes, summed
+from kvtide.tiers.disk.record_bytes import RecordBytes
 from kvtide.tiers.disk.writer import Writer
+from kvtide.tiers.record_io import to_write
 from kvtide.units import MiB
 
 logger = logging.getLogger("kvtide.disk")
@@ -250,7 +251,7 @@ class Workers:
             self._is_summing = True
         done: Summed | Written
         try:
-            done = summed(op)
+            done = Summed(op, to_write(op.job))
         except Exception as error:
             logger.exception("checksums ended by a bug")
             done = Written(op, bare(error))

@@ -150,7 +150,7 @@ class Writer:
             case SealOp():
                 self._seal(op)
             case ProbeOp():
-                self._probe()
+                self._probe(op)
             case ReadProbeOp():
                 self._read_probe(op)
             case ClearOp():
@@ -252,10 +252,10 @@ class Writer:
         if self._open is not None and self._open.number == number:
             self._punch(self._open.descriptor, places)
             return
+        self._directory.require()  # its number may be another node's by now
         try:
             descriptor = self._directory.open_segment(number, os.O_RDWR)
         except FileNotFoundError:
-            self._directory.require()
             return  # somebody removed it: its space is free
         try:
             self._punch(descriptor, places)
@@ -327,15 +327,15 @@ class Writer:
 
     # ---- healing
 
-    def _probe(self) -> None:
+    def _probe(self, op: ProbeOp) -> None:
         self._close_segment()  # it may lie where nobody finds it any more
         if not self._directory.is_there():
-            self._directory.renew()
+            self._directory.renew(op.ours)
         self._directory.probe()
 
     def _read_probe(self, op: ReadProbeOp) -> None:
         if not self._directory.is_there():
-            self._directory.renew()
+            self._directory.renew(op.ours)
         if op.place is None:
             return
         try:

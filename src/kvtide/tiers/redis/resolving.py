@@ -44,6 +44,9 @@ def addresses_of(host: tuple[str, int], timeout_s: float) -> list[Any]:
                 raise OSError(f"no thread for its resolver could be started: {error}") from error
     if not lookup.has_ended.wait(timeout_s):
         raise TimeoutError("its name was not resolved in time")
+    with _lock:  # an answer that came late waits for whoever asks next
+        if _running.get(host) is lookup:
+            del _running[host]
     if lookup.error is not None:
         raise OSError(*lookup.error.args)
     return lookup.addresses
@@ -53,10 +56,11 @@ def _run(host: tuple[str, int], lookup: _Lookup) -> None:
     try:
         lookup.addresses = _asked(host, 0)
     except OSError as error:
-        lookup.error = error
-    with _lock:
-        del _running[host]
-    lookup.has_ended.set()
+        lookup.error = error.with_traceback(None)
+    except Exception as error:
+        lookup.error = OSError(f"its resolver failed: {error!r}")
+    finally:
+        lookup.has_ended.set()
 
 
 def _asked(host: tuple[str, int], flags: int) -> list[Any]:

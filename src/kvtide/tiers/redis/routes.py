@@ -110,6 +110,7 @@ class Routes:
             return self._connected(self._first)
         host = self._slots[slot_of(key)]
         if host is None:
+            self._forget_places()  # it may have one by the next call
             raise PlaceFailed(f"slot {slot_of(key)} of the cluster has no server")
         return self._connected(host)
 
@@ -147,8 +148,7 @@ class Routes:
         if error.is_ask and error.host is not None:
             self._asks[error.key] = error.host
             return
-        self._slots = []
-        self._first = None
+        self._forget_places()
 
     def drop_busy(self) -> None:
         """Close the connections that have replies which nobody will read."""
@@ -174,8 +174,7 @@ class Routes:
         self._forget_asks()
         for host in list(self._connections):
             self._forget(host)
-        self._slots = []
-        self._first = None
+        self._forget_places()
 
     def _forget_asks(self) -> None:
         for _, asked in self._asked:
@@ -195,7 +194,9 @@ class Routes:
         if address.path:
             return address.path, 0
         failed = []
-        for host in address.hosts:
+        # A URL may name only what is gone by now: those that it led to know the others.
+        known = () if address.watched else tuple(self._connections)
+        for host in dict.fromkeys((*address.hosts, *known)):
             try:
                 return self._master_by(host) if address.watched else self._seen(host)
             except PlaceFailed as error:
@@ -234,16 +235,27 @@ class Routes:
     def _connected(self, host: Host) -> Connection:
         connection = self._connections.get(host)
         if connection is None:
-            connection = self._opened(host)
             try:
-                self._greet(connection)
-            except BaseException:
-                connection.close()
+                connection = self._greeted(host)
+            except PlaceFailed:
+                self._forget_places()  # another one may have by now what it had
                 raise
             with self._lock:
                 self._connections[host] = connection
         if self._is_interrupted:
             raise PlaceFailed("it is being closed")
+        return connection
+
+    def _forget_places(self) -> None:
+        self._slots, self._first = [], None
+
+    def _greeted(self, host: Host) -> Connection:
+        connection = self._opened(host)
+        try:
+            self._greet(connection)
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def _opened(self, host: Host) -> Connection:
@@ -260,13 +272,17 @@ class Routes:
     def _socket(self, host: Host) -> socket.socket:
         if self._address.path:
             return self._reached(socket.AF_UNIX, self._address.path, host)
-        failed = OSError("its name has no address")
+        failed: OSError | None = OSError("its name has no address")
         for family, _, _, _, where in addresses_of(host, self._connect_s()):
             try:
                 return self._reached(family, where, host)
             except OSError as error:
-                failed = error
-        raise failed
+                failed = error.with_traceback(None)
+        try:
+            assert failed is not None
+            raise failed
+        finally:
+            failed = None  # or it and its frames, which hold cells, would keep each other for ever
 
     def _connect_s(self) -> float:
         """So long the next step of connecting may take."""
@@ -279,8 +295,9 @@ class Routes:
             sock.connect(where)
             if family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if not self._address.is_tls or self._tls is None:
+            if not self._address.is_tls:
                 return sock
+            assert self._tls is not None, "an address with TLS, and nothing to verify it with"
             sock.settimeout(self._connect_s())
             return self._tls.wrap_socket(sock, server_hostname=host[0])
         except BaseException:

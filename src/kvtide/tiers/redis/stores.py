@@ -258,6 +258,9 @@ class Stores:
             if isinstance(reply, ServerError):
                 error = self._routes.judge(name, reply)
                 if isinstance(error, Redirected):
-                    raise error
+                    try:
+                        raise error
+                    finally:
+                        del error  # or it and its frames would keep each other, and cells
                 refused = refused or reply
         return refused

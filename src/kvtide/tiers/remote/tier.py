@@ -29,7 +29,7 @@ from kvtide.tiers.base import (
     StoreOutcome,
     TierStatistics,
 )
-from kvtide.tiers.breaker import RETRY_MS_MIN, Breaker
+from kvtide.tiers.breaker import RETRY_MS_MIN, SHARED_RETRY_MS_MAX, Breaker
 from kvtide.tiers.hung import Hung
 from kvtide.tiers.pending import Pending, PendingStores
 from kvtide.tiers.remote.census import Census
@@ -51,13 +51,11 @@ logger = logging.getLogger("kvtide.tiers")
 
 PUT_MS_MAX = T_PUT_MS
 """A store that has waited for so long is dropped."""
-RETRY_MS_MAX = 4_000
-"""A broken place is tried so often at least: with a call of it, hits resume within T_heal."""
 SURVEY_MS = 10_000
 """So often the place is asked for its numbers: an idle tier knows whether it works, too."""
 HANDED_MAX = 16
 """Stores that the threads are given ahead: as many small ones as are sent until the owner looks
-again, and few enough to have their sums taken in vain where the place fails."""
+again. Those that were not begun are taken back where the place fails."""
 CLEAR_S_MAX = 0.2
 """So long a clear waits for the place to take note of it."""
 CLEARS_MAX = 64
@@ -100,7 +98,7 @@ class RemoteTier:
         self._wake = wake
         self._queue_bytes_max = queue_bytes_max
         self._census = Census()
-        self._breaker = Breaker("loads and stores", place, logger, RETRY_MS_MAX)
+        self._breaker = Breaker("loads and stores", place, logger, SHARED_RETRY_MS_MAX)
         self._hung: Hung[Op] = Hung(_run_ms_max)
         self._health = _Health()
         self._workers = Workers(name, lambda: open_session(self._census), wake)
@@ -290,8 +288,8 @@ class RemoteTier:
             self._workers.probe()
 
     def _drop_old(self, before_ms: int) -> None:
-        """Stores that came by then and have not begun; as long as there is none, what is done
-        ahead for those that wait stays done."""
+        """Stores that came by then and have not begun. Only where there are any is the thread's
+        queue taken back: it would run dry at each tick."""
         first = self._workers.next_store()
         if first is not None and first.pending.since_ms <= before_ms:
             self._take_back_handed()
@@ -390,8 +388,7 @@ class RemoteTier:
             return
         self._is_closed = True
         self._end_what_waits(LoadOutcome.CLOSED, StoreOutcome.CLOSED)
-        self._workers.stop(timeout_s)  # with a store, if its sums were being taken
-        self._end_what_waits(LoadOutcome.CLOSED, StoreOutcome.CLOSED)
+        self._workers.stop(timeout_s)
 
 
 def _run_ms_max(op: Op) -> int:

@@ -3,9 +3,8 @@
     opening │ row │ row │ …             row: kind u32 │ body bytes u32 │ xxh3_64 │ body
 
 The checksum covers the row's place and the number of this journal too, so what was torn, damaged
-or copied ends it; a reader stays there and looks again. A journal that holds more rows of records
-that are gone than of others is written anew, under another number, and put in place of the old
-one: whoever reads on then begins from the start.
+or copied ends it; a reader stays there and looks again. One that is written anew (`own.py`) has
+another number: whoever reads on then begins from the start.
 
 A record is told of once it is whole under its name, and told to be gone before that name is.
 Sequence numbers only rise, also across a journal written anew, so that a clear can name what was
@@ -13,18 +12,16 @@ stored before it, here and in the journals of others.
 """
 
 import os
-import secrets
 import struct
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvtide.codec import record as codec
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
-from kvtide.core.records import Record, RootName
+from kvtide.core.records import RootName
 from kvtide.errors import CorruptRecord, UnknownFormat
-from kvtide.tiers.disk.files import Files, read_fully, write_fully
+from kvtide.tiers.disk.files import Files, read_fully
 from kvtide.tiers.disk.rows import Kind, kind_bytes, read_kind
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.units import KiB, MiB
@@ -37,8 +34,6 @@ PIECE_BYTES = MiB
 """Read at a time: three thousand rows, so that a look into a large journal comes in steps of
 milliseconds."""
 BODY_BYTES_MAX = 512 * KiB
-GARBAGE_ROWS = 4096
-"""So many rows that say nothing any more are no reason to write a journal anew."""
 
 KIND, KEPT, GONE, CLEARED = 1, 2, 3, 4
 
@@ -70,6 +65,17 @@ class KeptRow:
     parent: bytes
     digests: bytes
 
+    @property
+    def blocks(self) -> int:
+        """Blocks that it holds."""
+        return len(self.digests) // INNER_DIGEST_BYTES
+
+    def is_of(self, kind: Kind) -> bool:
+        """Whether such a record can be of this kind."""
+        return 0 < self.blocks <= kind.layout.blocks_per_chunk and self.key.startswith(
+            self.digests[-INNER_DIGEST_BYTES:]
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class GoneRow:
@@ -80,7 +86,8 @@ class GoneRow:
 
 @dataclass(frozen=True, slots=True)
 class ClearedRow:
-    """What of this scope has a sequence number up to that of its member is not found."""
+    """What of this scope has a sequence number up to that of its member is not found. Of its own
+    records the member says besides that they are gone, as they go."""
 
     scope: Scope
     up_to: dict[bytes, int]
@@ -132,7 +139,7 @@ def read_on(files: Files, path: str, position: Position) -> Piece:
     try:
         opening = bytearray(OPENING_BYTES)
         count = read_fully(files, descriptor, [memoryview(opening)], 0)
-        number, sequence = _opened(opening[:count], path)
+        number, sequence = opened(opening[:count], path)
         is_anew = number != position.number
         at = OPENING_BYTES if is_anew else position.at_bytes
         content = bytearray(PIECE_BYTES)
@@ -145,8 +152,12 @@ def read_on(files: Files, path: str, position: Position) -> Piece:
     return Piece(rows, Position(number, end), is_anew, has_more, length_bytes, sequence)
 
 
-def _opened(opening: bytearray, path: str) -> tuple[int, int]:
-    """Number and sequence of a journal."""
+def opened(opening: bytearray, path: str) -> tuple[int, int]:
+    """What `opening_of` was given.
+
+    Raises:
+        CorruptRecord, UnknownFormat: it begins no journal that we know.
+    """
     if len(opening) < OPENING_BYTES:
         raise CorruptRecord(f"{path} is cut short")
     magic, version, _, number, sequence = _OPENING.unpack(opening)
@@ -210,13 +221,17 @@ def _cleared(body: memoryview) -> tuple[Scope, dict[bytes, int]]:
 # ---- writing
 
 
+def opening_of(number: int, sequence: int) -> bytes:
+    """How a journal begins: its number, and the last one given before it."""
+    return _OPENING.pack(MAGIC, VERSION, 0, number, sequence)
+
+
 def _bodies(row: Row) -> Iterator[tuple[int, bytes]]:
     match row:
         case KindRow(number, kind):
             yield KIND, kind_bytes(number, kind)
         case KeptRow(kind, sequence, key, parent, digests):
-            blocks = len(digests) // INNER_DIGEST_BYTES
-            yield KEPT, _KEPT.pack(kind, blocks, sequence, key, parent) + digests
+            yield KEPT, _KEPT.pack(kind, row.blocks, sequence, key, parent) + digests
         case GoneRow(keys):
             for start in range(0, len(keys), _GONE_MAX):
                 yield GONE, b"".join(keys[start : start + _GONE_MAX])
@@ -227,30 +242,14 @@ def _bodies(row: Row) -> Iterator[tuple[int, bytes]]:
             yield CLEARED, body + b"".join(_UP_TO.pack(*item) for item in up_to.items())
 
 
-def _encoded(rows: Sequence[Row], number: int, at: int) -> bytes:
-    """Rows as they stand at this place."""
+def encoded(rows: Sequence[Row], number: int, at: int) -> bytes:
+    """Rows as they stand at this place of the journal of this number."""
     content = bytearray()
     for row in rows:
         for kind, body in _bodies(row):
             seal = _seal(number, at + len(content), kind, body)
             content += _HEAD.pack(kind, len(body), seal) + body
     return bytes(content)
-
-
-def write_anew(files: Files, path: str, rows: Sequence[Row], sequence: int) -> Position:
-    """A journal of these rows in place of what is there; its end. Raises OSError."""
-    number = secrets.randbits(64)
-    content = _OPENING.pack(MAGIC, VERSION, 0, number, sequence)
-    content += _encoded(rows, number, OPENING_BYTES)
-    temporary = f"{path}.{secrets.token_hex(8)}.tmp"
-    descriptor = files.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        write_fully(files, descriptor, [content], 0)
-        files.sync(descriptor)
-    finally:
-        files.close(descriptor)
-    files.rename(temporary, path)
-    return Position(number, len(content))
 
 
 class Cleared(dict[Scope, dict[bytes, int]]):
@@ -271,160 +270,8 @@ class Cleared(dict[Scope, dict[bytes, int]]):
 
     def means(self, member: bytes, root: RootName, sequence: int) -> bool:
         """Whether a record was cleared."""
-        return any(
+        return bool(self) and any(
             sequence <= self.get(Scope(salt, fingerprint), {}).get(member, -1)
             for salt in (None, root.salt_digest)
             for fingerprint in (None, root.fingerprint)
         )
-
-
-@dataclass(slots=True)
-class Live:
-    """What of a journal's rows still says something."""
-
-    kinds: dict[int, Kind] = field(default_factory=dict)
-    kept: dict[bytes, KeptRow] = field(default_factory=dict)
-    cleared: Cleared = field(default_factory=Cleared)
-    rows: int = 0
-    sequence: int = 0
-
-    def take(self, row: Row, member: bytes) -> None:
-        """The next row, of this member's journal."""
-        self.rows += 1
-        match row:
-            case KindRow(number, kind):
-                self.kinds[number] = kind
-            case KeptRow():
-                self.sequence = max(self.sequence, row.sequence)
-                if not self.hides(member, row):
-                    self.kept[row.key] = row
-            case GoneRow(keys):
-                for key in keys:
-                    self.kept.pop(key, None)
-            case ClearedRow(scope, up_to):
-                self.cleared.note(scope, up_to)
-                last = up_to.get(member, -1)
-                for kept in list(self.kept.values()):
-                    if kept.sequence <= last and scope.has(self.kinds[kept.kind].root):
-                        del self.kept[kept.key]
-
-    def hides(self, member: bytes, row: KeptRow) -> bool:
-        """Whether it was cleared before it was told of."""
-        kind = self.kinds.get(row.kind)
-        return kind is None or self.cleared.means(member, kind.root, row.sequence)
-
-    def to_write(self) -> list[Row]:
-        """The rows that say the same."""
-        kinds = {kept.kind for kept in self.kept.values()}
-        rows: list[Row] = [KindRow(number, self.kinds[number]) for number in sorted(kinds)]
-        rows += self.kept.values()
-        return [*rows, *(ClearedRow(scope, up_to) for scope, up_to in self.cleared.items())]
-
-
-class Journal:
-    """The own one, which is written.
-
-    Ownership: all under `_lock`; any writing thread appends.
-    """
-
-    def __init__(self, files: Files, directory: str, member: bytes) -> None:
-        """Read what is there: `live`; a journal that is torn, mostly garbage or none is written
-        anew. Raises OSError, CorruptRecord, UnknownFormat."""
-        self._files = files
-        self._path = f"{directory}/{JOURNAL}"
-        self._member = member
-        self._lock = threading.Lock()
-        self._descriptor = -1
-        self._position = Position()
-        self._kind_numbers: dict[Kind, int] = {}
-        self._live_count = self._row_count = 0
-        self.live = self._taken()
-
-    @property
-    def size_bytes(self) -> int:
-        """What it takes."""
-        return self._position.at_bytes
-
-    def _taken(self) -> Live:
-        live, piece = Live(), None
-        position = Position()
-        while piece is None or piece.has_more:
-            try:
-                piece = read_on(self._files, self._path, position)
-            except (FileNotFoundError, CorruptRecord):
-                break
-            position = piece.position
-            live.sequence = max(live.sequence, piece.sequence)
-            for row in piece.rows:
-                live.take(row, self._member)
-        is_whole = piece is not None and piece.length_bytes == position.at_bytes
-        if not is_whole or _is_mostly_garbage(live.rows, len(live.kept)):
-            rows = live.to_write()
-            position = write_anew(self._files, self._path, rows, live.sequence)
-            live.rows = len(rows)
-            live.kinds = {row.number: row.kind for row in rows if isinstance(row, KindRow)}
-        self._position = position
-        self._kind_numbers = {kind: number for number, kind in live.kinds.items()}
-        self._live_count, self._row_count = len(live.kept), live.rows
-        return live
-
-    def keep(self, record: Record, sequence: int) -> None:
-        """A record is there. Raises OSError: nobody will find it."""
-        with self._lock:
-            rows: list[Row] = []
-            kind = Kind(record.root, record.layout)
-            number = self._kind_numbers.get(kind)
-            if number is None:
-                number = max(self._kind_numbers.values(), default=0) + 1
-                rows.append(KindRow(number, kind))
-            rows.append(KeptRow(number, sequence, record.key, record.parent, record.digests))
-            self._append(rows)
-            self._kind_numbers[kind] = number
-            self._live_count += 1
-
-    def take_away(self, keys: list[bytes]) -> None:
-        """Records will not be there any more. Raises OSError."""
-        with self._lock:
-            self._append([GoneRow(keys)])
-            self._live_count -= len(keys)
-            if _is_mostly_garbage(self._row_count, self._live_count):
-                self._close()
-                self._taken()
-
-    def clear(self, row: ClearedRow) -> None:
-        """See `ClearedRow`. Raises OSError."""
-        with self._lock:
-            self._append([row])
-
-    def _append(self, rows: Sequence[Row]) -> None:
-        """At the end of what is good: a write that failed half-way leaves no trace."""
-        files, position = self._files, self._position
-        content = _encoded(rows, position.number, position.at_bytes)
-        try:
-            if self._descriptor < 0:
-                self._descriptor = files.open(self._path, os.O_RDWR)
-                files.truncate(self._descriptor, position.at_bytes)
-            write_fully(files, self._descriptor, [content], position.at_bytes)
-            files.sync(self._descriptor)
-        except OSError:
-            self._close()
-            raise
-        self._position = Position(position.number, position.at_bytes + len(content))
-        self._row_count += len(rows)
-
-    def _close(self) -> None:
-        if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
-            try:
-                self._files.close(descriptor)
-            except OSError:
-                return  # what it would say was said by the sync
-
-    def close(self) -> None:
-        """Give the descriptor back."""
-        with self._lock:
-            self._close()
-
-
-def _is_mostly_garbage(rows: int, live: int) -> bool:
-    return rows > 2 * live + GARBAGE_ROWS

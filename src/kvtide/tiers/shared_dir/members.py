@@ -1,4 +1,4 @@
-"""Who has which part of the directory: a member writes in a sub-directory of its own alone.
+"""Who has which folder of the directory: a member writes in a sub-directory of its own alone.
 
     DIRECTORY/<32 hex digits>/owner       who writes there; not there: nobody does
                               journal     what is there: `journal.py`
@@ -14,8 +14,8 @@ takes stays readable.
 Taking is one step that only one can win, on any file system: `owner` is made where there is none,
 or renamed away by name. Silence proves nothing, so who wrote there may wake up: each write looks
 first whether `owner` is still the file that it made. What two do at the same moment none the less
-ends as rows or records that do not prove themselves: misses. Whoever has lost a part that way, or
-because somebody removed it, takes another.
+ends as rows or records that do not prove themselves: misses. Whoever has lost a folder that way,
+or because somebody removed it, takes another.
 """
 
 import logging
@@ -37,6 +37,8 @@ from kvtide.tiers.shared_dir.journal import JOURNAL, MEMBER_BYTES
 logger = logging.getLogger("kvtide.shared_dir")
 
 OWNER = "owner"
+PROBE = ".tmp"
+"""Of a file that is written and removed at a start, beside the folders."""
 ALIVE_MS = 30_000
 """So often an owner writes that it is there."""
 SILENT_S = 120
@@ -47,8 +49,8 @@ OWNER_BYTES_MAX = 1024
 _NAME = re.compile(r"[0-9a-f]{32}")
 
 
-class PartLost(OSError):
-    """The own part is another's by now, or was removed; the directory is well."""
+class FolderLost(OSError):
+    """The own folder is another's by now, or was removed; the directory is well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ class Place:
         self.path = path
         self.files = files
         self.own = b""
+        self.is_contested = False
+        """Whether who had it before may still write there, being silent only."""
         self.direct = os.O_DIRECT
         """Flag for records: past the page cache, where the file system takes that, else 0."""
         self._incarnation = secrets.token_hex(16)
@@ -131,7 +135,7 @@ class Place:
     # ---- becoming one
 
     def claim(self, but: Collection[bytes] = ()) -> None:
-        """Become the owner of a free part, the fullest first, or of one that is made; of none of
+        """Become the owner of a free folder, the fullest first, or of one that is made; of none of
         these.
 
         Raises:
@@ -140,7 +144,9 @@ class Place:
         """
         self.files.make_directory(self.path)
         self._require_own()
+        self.is_contested = False
         now_s = self._server_time_s()
+        self._remove_probes(now_s)
         sizes = dict.fromkeys(set(self.members()).difference(but), 0)
         for member in sizes:
             with suppress(OSError):  # killed before it wrote one, or not for us to see
@@ -150,6 +156,7 @@ class Place:
                 if self._has_freed(member, now_s) and self._make_owner(member):
                     self.own = member
                     return
+            self.is_contested = False
         while True:
             member = secrets.token_bytes(MEMBER_BYTES)
             self.files.make_directory(self.at(member))
@@ -187,8 +194,17 @@ class Place:
                     raise
         raise AssertionError("one of them has returned or raised")
 
+    def _remove_probes(self, now_s: float) -> None:
+        """Those that were left by a kill."""
+        for name in self.files.names(self.path):
+            path = f"{self.path}/{name}"
+            with suppress(OSError):
+                is_probe = name.endswith(PROBE) and _NAME.fullmatch(name.removesuffix(PROBE))
+                if is_probe and now_s - self.files.size_at(path).modified_s > SILENT_S:
+                    self.files.unlink(path)
+
     def _probe(self) -> float:
-        path = f"{self.path}/{self._incarnation}.tmp"
+        path = f"{self.path}/{self._incarnation}{PROBE}"
         page = page_memory(CELL_ALIGN_BYTES)
         try:
             descriptor = self.files.open(path, os.O_RDWR | os.O_CREAT | self.direct)
@@ -221,6 +237,7 @@ class Place:
             self.files.rename(taken, path)
             return False
         self.files.unlink(taken)
+        self.is_contested = not is_dead
         logger.info(
             "shared_dir %s: the owner of %s is %s; it is taken over",
             self.path,
@@ -239,6 +256,10 @@ class Place:
             return False
         try:
             self._write(descriptor)
+        except OSError:
+            with suppress(OSError):  # else it would keep everybody away for two minutes
+                self.files.unlink(self.at(member, OWNER))
+            raise
         finally:
             self.files.close(descriptor)
         return True
@@ -264,25 +285,27 @@ class Place:
     # ---- being one
 
     def is_there(self) -> bool:
-        """Whether the directory is, with what we have made in it: a mount may be gone."""
-        try:
+        """Whether the directory is: its mount may be gone. The own folder proves that it is, but
+        may be removed."""
+        with suppress(OSError):
             self.files.link_at(self.at(self.own))
-        except OSError:
-            return False
-        return True
+            return True
+        with suppress(OSError):
+            return self.files.size_at(self.path).device == self._device
+        return False
 
     def require(self) -> None:
-        """Raises OSError where the own part is not there, PartLost where it is not ours."""
+        """Raises OSError where the own folder is not there, FolderLost where it is not ours."""
         path = self.at(self.own, OWNER)
         try:
             seen = _seen(self.files.link_at(path))
         except FileNotFoundError:
-            if self.files.size_at(self.path).device == self._device:  # no mount is gone
-                raise PartLost(f"{self.at(self.own)} was removed") from None
+            if self.is_there():
+                raise FolderLost(f"{self.at(self.own)} was removed") from None
             raise
         if seen != self._seen:
             if not self._read(path).startswith(self._incarnation):
-                raise PartLost(f"another node has taken {self.at(self.own)} over")
+                raise FolderLost(f"another node has taken {self.at(self.own)} over")
             self._seen = seen  # some file systems tell a file's time late
 
     def alive(self) -> None:

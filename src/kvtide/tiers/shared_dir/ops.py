@@ -4,12 +4,14 @@
     free    row in the journal ─► the name goes
 
 So a name is there whole or not at all, and nobody finds what no row tells of. What a kill leaves
-between two steps has no row: the next owner of the part removes it before it writes.
+between two steps has no row, nor what could not be taken away where a store failed: a sweep
+removes it, before anything else is written.
 """
 
 import errno
 import logging
 import os
+import random
 import re
 import secrets
 import threading
@@ -17,23 +19,26 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvtide.codec import record as codec
 from kvtide.errors import CorruptRecord, KVTideError, UnknownFormat
 from kvtide.tiers.base import LoadJob, StoreJob
-from kvtide.tiers.disk.files import page_memory, read_fully, write_fully
+from kvtide.tiers.disk.files import page_memory, write_fully
+from kvtide.tiers.disk.ops import bare
+from kvtide.tiers.record_io import headers_bytes, read_proven, to_write
 from kvtide.tiers.scope import Scope
+from kvtide.tiers.shared_dir import view
 from kvtide.tiers.shared_dir.journal import (
     JOURNAL,
     Cleared,
     ClearedRow,
-    Journal,
+    GoneRow,
     KeptRow,
     Piece,
     Position,
+    Row,
     read_on,
 )
-from kvtide.tiers.shared_dir.members import Place
-from kvtide.tiers.shared_dir.view import Row
+from kvtide.tiers.shared_dir.members import FolderLost, Place
+from kvtide.tiers.shared_dir.own import Journal
 
 logger = logging.getLogger("kvtide.shared_dir")
 
@@ -41,7 +46,13 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 """How a file system says that somebody else has removed a file."""
 _NOT_OURS = (errno.ENOENT, errno.EACCES, errno.EPERM)
 """Why one member's journal cannot be read though the place is well."""
-_PART = re.compile(r"[0-9a-f]{2}")
+_SILLY = ".nfs"
+"""So an NFS client calls what was removed while somebody on the machine reads it. It goes with the
+reader (until then nobody can remove it: EBUSY), but stays where the machine died before."""
+_FIRST_DIGITS = re.compile(r"[0-9a-f]{2}")
+LOOK_RECORDS = 4096
+"""A look that tells of so many asks no more members; the next one, which follows at once, goes on.
+The owner takes so many in within some ten milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,11 +64,11 @@ class LookOp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadOp:
-    """Fill a job's cells from the part of one of these members, and verify them. `row` is the
+    """Fill a job's cells from the folder of one of these members, and verify them. `row` is the
     owner's."""
 
     job: LoadJob
-    row: Row
+    row: view.Row
     members: tuple[bytes, ...]
 
 
@@ -91,7 +102,7 @@ class ClearOp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SweepOp:
-    """Remove from the own part what the journal does not tell of."""
+    """Remove from the own folder what the journal does not tell of."""
 
     keys: set[bytes]
 
@@ -103,7 +114,7 @@ class AliveOp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClaimOp:
-    """Take another part, the own one being lost; clears hold there too."""
+    """Take another folder, the own one being lost; clears hold there too."""
 
     cleared: Cleared
 
@@ -121,24 +132,29 @@ class Ended:
         op: it.
         error: why it failed, without frames; None if it did not. OSError: the place.
             CorruptRecord: the bytes.
-        is_lost: the record is in none of the parts, though the directory is there.
+        bad: members that do not have the record to be loaded, or not as it was written; without an
+            error, and all who were asked: it is nowhere.
         pieces: what a look has read, by member.
-        missing: members whose part is gone.
-        journal_bytes: what the own journal takes now.
-        journal: of the part that was taken.
+        missing: members whose folder is gone.
+        has_more: not all members were asked.
+        is_partial: one did not answer, and will.
+        is_left: files of a store that failed could not be taken away.
+        journal: of the folder that was taken.
     """
 
     op: Op
     error: Exception | None = None
-    is_lost: bool = False
+    bad: list[bytes] = field(default_factory=list)
     pieces: dict[bytes, Piece] = field(default_factory=dict)
     missing: list[bytes] = field(default_factory=list)
-    journal_bytes: int = 0
+    has_more: bool = False
+    is_partial: bool = False
+    is_left: bool = False
     journal: Journal | None = None
 
 
 def claimed(place: Place) -> Journal:
-    """Take a part whose journal is understood.
+    """Take a folder whose journal is understood.
 
     Raises:
         OSError, KVTideError: nothing can be written there.
@@ -147,9 +163,11 @@ def claimed(place: Place) -> Journal:
     while True:
         place.claim(others)
         try:
-            return Journal(place.files, place.at(place.own), place.own)
+            return Journal(
+                place.files, place.at(place.own), place.own, is_contested=place.is_contested
+            )
         except UnknownFormat as error:
-            logger.warning("shared_dir %s: %s; that part is left alone", place.path, error)
+            logger.warning("shared_dir %s: %s; that folder is left alone", place.path, error)
             place.free()
             others.append(place.own)
 
@@ -162,15 +180,23 @@ class Hands:
         self._files = place.files
         self._journal = journal
 
+    @property
+    def journal_bytes(self) -> int:
+        """What the own journal takes."""
+        return self._journal.size_bytes
+
+    def leave(self) -> None:
+        """Nothing more is to be done: the next one may have the folder."""
+        self._journal.close()
+        self._place.free()
+
     def run(self, op: Op) -> Ended:
         """Do it; never raises."""
         ended = Ended(op)
         try:
             self._do(op, ended)
         except (OSError, KVTideError) as error:
-            error.__cause__ = error.__context__ = None
-            ended.error = error.with_traceback(None)  # whose frames hold cells
-        ended.journal_bytes = self._journal.size_bytes
+            ended.error = bare(error)
         return ended
 
     def _do(self, op: Op, ended: Ended) -> None:
@@ -180,7 +206,7 @@ class Hands:
             case LoadOp():
                 self._load(op, ended)
             case StoreOp():
-                self._store(op)
+                self._store(op, ended)
             case FreeOp():
                 self._free(op)
             case ClearOp():
@@ -203,57 +229,59 @@ class Hands:
         if not self._place.is_there():
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), self._place.path)
         members = self._place.members()
-        for member in members:
+        record_count, failed = 0, None
+        for member in random.sample(members, len(members)):
             if member == self._place.own:
                 continue
+            if record_count >= LOOK_RECORDS:
+                ended.has_more = True
+                break
             path = self._place.at(member, JOURNAL)
             try:
-                ended.pieces[member] = read_on(
-                    self._files, path, op.positions.get(member, Position())
-                )
+                piece = read_on(self._files, path, op.positions.get(member, Position()))
+                ended.pieces[member] = piece
+                record_count += sum(map(_weight, piece.rows))
             except OSError as error:
                 if error.errno in _NOT_OURS:
                     ended.missing.append(member)
-                elif error.errno != errno.ESTALE:  # replaced while it was read: the next look
-                    raise
+                    continue
+                ended.is_partial = True
+                if error.errno != errno.ESTALE:  # replaced while it was read: the next look
+                    failed = bare(error)
             except KVTideError:
                 ended.missing.append(member)  # of another version, or damaged: nothing is known
+        if failed is not None and not ended.pieces:
+            raise failed  # it is not one file, it is the place
         ended.missing += op.positions.keys() - set(members)
 
     def _load(self, op: LoadOp, ended: Ended) -> None:
+        """From the first of the members whose copy is good."""
+        corrupt = None
         for member in op.members:
             try:
                 self._load_from(self._path(member, op.job.record.key), op.job)
+            except CorruptRecord as error:
+                logger.warning("shared_dir: %s; nobody gets it", error)
+                corrupt = bare(error)  # whose frames hold cells
             except OSError as error:
                 if error.errno not in _GONE:
                     raise
             else:
                 return
+            ended.bad.append(member)
+        if corrupt is not None:
+            raise corrupt
         if not self._place.is_there():
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), self._place.path)
-        ended.is_lost = True
 
     def _load_from(self, path: str, job: LoadJob) -> None:
-        """Bytes straight into the cells, then the proof of each of them."""
-        record = job.record
-        length = codec.header_bytes(record.layout.shard_count, record.blocks)
-        shards = record.layout.shard_count
-        memory = page_memory(length * shards)
-        headers = [memory[shard * length :][:length] for shard in range(shards)]
-        cells = [memoryview(part).cast("B") for part in job.cells]
-        parts = [part for pair in zip(headers, cells, strict=True) for part in pair]
+        memory = page_memory(headers_bytes(job.record))
         descriptor = self._files.open(path, os.O_RDONLY | self._place.direct)
         try:
-            count = read_fully(self._files, descriptor, parts, 0)
+            read_proven(self._files, descriptor, 0, job, memory, path)
             self._drop_cached(descriptor)
         finally:
             self._files.close(descriptor)
-        if count != sum(map(len, parts)):
-            raise CorruptRecord(f"{path} is cut short: {count} bytes")
-        try:
-            codec.verify(headers, cells, record)
-        except CorruptRecord as error:
-            raise CorruptRecord(f"{path}: {error}") from error
 
     def _drop_cached(self, descriptor: int) -> None:
         """The host tier is what caches."""
@@ -263,7 +291,7 @@ class Hands:
 
     # ---- writing
 
-    def _store(self, op: StoreOp) -> None:
+    def _store(self, op: StoreOp, ended: Ended) -> None:
         files, record = self._files, op.job.record
         self._place.require()
         path = self._path(self._place.own, record.key)
@@ -273,41 +301,43 @@ class Hands:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._place.direct
             descriptor = files.open(temporary, flags)
             try:
-                write_fully(files, descriptor, _parts(op.job), 0)
+                write_fully(files, descriptor, to_write(op.job), 0)
                 files.sync(descriptor)  # what a server refuses shows here, and not at a close
                 self._drop_cached(descriptor)
             finally:
                 files.close(descriptor)
             files.rename(temporary, path)
-        except OSError:
-            with suppress(OSError):
-                files.unlink(temporary)
-            raise
-        try:
             self._journal.keep(record, op.sequence)
-        except OSError:
+        except Exception:
+            ended.is_left = True
             with suppress(OSError):
-                files.unlink(path)
+                self._remove([temporary, path])  # a rename that "failed" may have happened
+                ended.is_left = False
             raise
 
     def _free(self, op: FreeOp) -> None:
         """Rows first, then files. Where there is no room for rows, files make some: a record
         without its file is absent."""
         self._place.require()
+        paths = [self._path(self._place.own, key) for key in op.keys]
         try:
             self._journal.take_away(op.keys)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            self._unlink(op.keys)
+            self._remove(paths)
             self._journal.take_away(op.keys)
         else:
-            self._unlink(op.keys)
+            self._remove(paths)
 
-    def _unlink(self, keys: list[bytes]) -> None:
-        for key in keys:
-            with suppress(FileNotFoundError):
-                self._files.unlink(self._path(self._place.own, key))
+    def _remove(self, paths: list[str], but: tuple[int, ...] = (errno.ENOENT,)) -> None:
+        """Files are not there any more; raises OSError, but for these."""
+        for path in paths:
+            try:
+                self._files.unlink(path)
+            except OSError as error:
+                if error.errno not in but:
+                    raise
 
     def _clear(self, op: ClearOp) -> None:
         op.up_to[self._place.own] = op.own_sequence
@@ -332,9 +362,13 @@ class Hands:
         return known
 
     def _claim(self, op: ClaimOp, ended: Ended) -> None:
-        journal = claimed(self._place)
-        for scope, up_to in op.cleared.items():
-            journal.clear(ClearedRow(scope, up_to))
+        try:
+            journal = claimed(self._place)
+            for scope, up_to in op.cleared.items():
+                journal.clear(ClearedRow(scope, up_to))
+        except (OSError, KVTideError) as error:
+            self._place.free()  # half of it would be taken for the whole by the next probe
+            raise FolderLost(f"no other folder can be taken: {error}") from error
         self._journal.close()
         self._journal = ended.journal = journal
 
@@ -342,13 +376,16 @@ class Hands:
         own = self._place.own
         self._place.require()
         names = self._files.names(self._place.at(own))
-        paths = [name for name in names if name.endswith(".tmp")]
-        for part in filter(_PART.fullmatch, names):
-            files = self._files.names(self._place.at(own, part))
-            paths += [f"{part}/{file}" for file in files if _key(file) not in op.keys]
-        for path in paths:
-            with suppress(FileNotFoundError):
-                self._files.unlink(self._place.at(own, path))
+        left = [name for name in names if name.endswith(".tmp") or name.startswith(_SILLY)]
+        for digits in filter(_FIRST_DIGITS.fullmatch, names):
+            files = self._files.names(self._place.at(own, digits))
+            left += [f"{digits}/{file}" for file in files if _key(file) not in op.keys]
+        self._remove([self._place.at(own, name) for name in left], (errno.ENOENT, errno.EBUSY))
+
+
+def _weight(row: Row) -> int:
+    """Records that it speaks of."""
+    return len(row.keys) if isinstance(row, GoneRow) else 1
 
 
 def _key(name: str) -> bytes:
@@ -356,20 +393,3 @@ def _key(name: str) -> bytes:
         return bytes.fromhex(name)
     except ValueError:
         return b""
-
-
-def _parts(job: StoreJob) -> list[memoryview]:
-    """Header and cells of each shard."""
-    record = job.record
-    shards = record.layout.shard_count
-    length = codec.header_bytes(shards, record.blocks)
-    memory = page_memory(length * shards)
-    write_id = secrets.token_bytes(codec.WRITE_ID_BYTES)
-    parts = []
-    for shard, cells in enumerate(job.cells):
-        payload = memoryview(cells).cast("B")
-        header = memory[shard * length :][:length]
-        sums = codec.checksums_of(payload, record.blocks)
-        codec.write_header(header, codec.Header(record, shard, write_id, sums))
-        parts += [header, payload]
-    return parts

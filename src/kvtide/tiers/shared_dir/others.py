@@ -2,40 +2,49 @@
 
 A clear is this node's: the records of others stay theirs, but those that a clear means are not
 found here any more, up to the number that each member had come to. While that is being noted,
-nothing of its scope is taken in at all.
+nothing of its scope is taken in: what comes then waits for what the note says.
 
 Ownership: the node's owner thread.
 """
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
+from kvtide.codec.record import stored_bytes
 from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.scope import Scope
 from kvtide.tiers.shared_dir.journal import (
     Cleared,
     ClearedRow,
     GoneRow,
     KeptRow,
     KindRow,
-    Live,
     Piece,
     Position,
     Row,
 )
 from kvtide.tiers.shared_dir.ops import Ended
+from kvtide.tiers.shared_dir.own import Live
 from kvtide.tiers.shared_dir.view import Gone, View
 
 if TYPE_CHECKING:
-    from kvtide.tiers.scope import Scope
+    from collections.abc import Iterator
+
+OWN_RECORDS = 1024
+"""Taken in at a time: some five milliseconds of the owner."""
 
 
 @dataclass(slots=True)
 class _Member:
-    """One member's journal. `stale`: keys that one before it told of, and it has not yet."""
+    """One member's journal. `cleared`: what it has cleared of its own; `stale`: keys that the
+    journal before it told of, and it has not yet."""
 
     position: Position = field(default_factory=Position)
     sequence: int = 0
     kinds: dict[int, Kind] = field(default_factory=dict)
+    cleared: Cleared = field(default_factory=Cleared)
+    waiting: dict[bytes, KeptRow] = field(default_factory=dict)
     stale: set[bytes] | None = None
 
 
@@ -47,6 +56,10 @@ class Others:
         self.clearing: list[Scope] = []
         self.are_more = False
         """Whether journals have rows that were not read yet."""
+        self.is_taking = False
+        """Whether there are own records that were not taken in yet."""
+        self._own_rows: Iterator[KeptRow] = iter(())
+        self._own_kinds: dict[int, Kind] = {}
         self._is_settled = False
         self._view = view
         self._members: dict[bytes, _Member] = {}
@@ -60,20 +73,34 @@ class Others:
         return {member: (one.position, one.sequence) for member, one in self._members.items()}
 
     def take_own(self, live: Live) -> None:
-        """What the own journal says when its part is taken."""
+        """What the own journal says when its folder is taken; `take_more` takes its records in."""
         for scope, up_to in live.cleared.items():
             self.cleared.note(scope, up_to)
-        for row in live.kept.values():
-            self._view.add(self._view.own, live.kinds[row.kind], row)
+        self._own_kinds, self._own_rows = live.kinds, iter(live.kept.values())
+        self.is_taking = True
+
+    def take_more(self) -> list[Gone]:
+        """The next own records, a bounded number; those that were cleared meanwhile."""
+        own, cleared = self._view.own, []
+        rows = list(islice(self._own_rows, OWN_RECORDS))
+        for row in rows:
+            kind = self._own_kinds[row.kind]
+            if self._is_clearing(kind) or self.cleared.means(own, kind.root, row.sequence):
+                cleared.append((row.key, stored_bytes(kind.layout, row.blocks)))
+            else:
+                self._view.add(own, kind, row)
+        self.is_taking = len(rows) == OWN_RECORDS
+        return cleared
 
     def change_own(self, own: bytes) -> None:
-        """The own part is another one from now on; what the lost one has is its new owner's to
+        """The own folder is another one from now on; what the lost one has is its new owner's to
         tell."""
         for member in (self._view.own, own):
             self._members.pop(member, None)
             for key in self._view.keys_of(member):
                 self._view.forget(member, key)
         self._view.own = own
+        self._is_settled = False
 
     def take(self, ended: Ended) -> list[Gone]:
         """What a look has brought; own records that nobody can reach any more by that."""
@@ -85,8 +112,9 @@ class Others:
         for member, piece in ended.pieces.items():
             if member != self._view.own:  # which it may have become meanwhile
                 gone += self._take_piece(member, piece)
-        self.are_more = any(piece.has_more for piece in ended.pieces.values())
-        if not self.are_more and not self._is_settled:
+        self.are_more = ended.has_more or any(one.has_more for one in ended.pieces.values())
+        is_partial = self.are_more or ended.is_partial or self.is_taking
+        if not (is_partial or self._is_settled):
             self._is_settled = True  # what hangs on nothing now hangs on what others evicted
             gone += self._view.take_own_aside()
         return gone
@@ -97,7 +125,7 @@ class Others:
             one = self._members[member] = _Member()
         elif piece.is_anew:
             one.stale = set(self._view.keys_of(member))
-            one.kinds = {}
+            one.kinds, one.cleared, one.waiting = {}, Cleared(), {}
         one.position = piece.position
         one.sequence = max(one.sequence, piece.sequence)
         gone: list[Gone] = []
@@ -115,20 +143,40 @@ class Others:
                 one.kinds[number] = kind
             case KeptRow():
                 one.sequence = max(one.sequence, row.sequence)
-                of_kind = one.kinds.get(row.kind)
-                if of_kind and not self._is_cleared(member, of_kind, row.sequence):
-                    self._view.add(member, of_kind, row)
-                    if one.stale is not None:
-                        one.stale.discard(row.key)
+                self._take_kept(member, one, row)
             case GoneRow(keys):
+                for key in keys:
+                    one.waiting.pop(key, None)
                 return [gone for key in keys for gone in self._view.forget(member, key)]
             case ClearedRow(scope, up_to):
                 if member in up_to:  # what it cleared elsewhere is its own affair
-                    self.cleared.note(scope, {member: up_to[member]})
-                    keys = self._view.keys_of(member, scope)
-                    return [gone for key in keys for gone in self._view.forget(member, key)]
+                    one.cleared.note(scope, {member: up_to[member]})
         return []
 
-    def _is_cleared(self, member: bytes, kind: Kind, sequence: int) -> bool:
-        is_clearing = any(scope.has(kind.root) for scope in self.clearing)
-        return is_clearing or self.cleared.means(member, kind.root, sequence)
+    def _take_kept(self, member: bytes, one: _Member, row: KeptRow) -> None:
+        kind = one.kinds.get(row.kind)
+        if kind is None or not row.is_of(kind):
+            return
+        if any(
+            cleared.means(member, kind.root, row.sequence)
+            for cleared in (self.cleared, one.cleared)
+        ):
+            return
+        if self._is_clearing(kind):
+            one.waiting[row.key] = row
+            return
+        self._view.add(member, kind, row)
+        if one.stale is not None:
+            one.stale.discard(row.key)
+
+    def _is_clearing(self, kind: Kind) -> bool:
+        return any(scope.has(kind.root) for scope in self.clearing)
+
+    def noted(self, scope: Scope, up_to: dict[bytes, int]) -> None:
+        """The end of a clear: it means what has numbers up to these, and nothing else."""
+        self.clearing.remove(scope)
+        self.cleared.note(scope, up_to)
+        for member, one in self._members.items():
+            waiting, one.waiting = one.waiting, {}
+            for row in waiting.values():
+                self._take_kept(member, one, row)

@@ -1,4 +1,4 @@
-"""Stores that have not ended, and room for them in the own part.
+"""Stores that have not ended, and room for them in the own folder.
 
     wait ─► its turn: nobody has it, its parent is there, room is made ─► written ─► in the view
 
@@ -17,16 +17,16 @@ from itertools import islice
 
 from kvtide.bounds import T_PUT_MS
 from kvtide.codec.record import stored_bytes
-from kvtide.core.keys import INNER_DIGEST_BYTES
 from kvtide.core.records import Record
 from kvtide.tiers.base import Stored, StoreJob, StoreOutcome
 from kvtide.tiers.disk.rows import Kind
 from kvtide.tiers.scope import Scope
-from kvtide.tiers.shared_dir.journal import Journal, KeptRow
+from kvtide.tiers.shared_dir.journal import KeptRow
 from kvtide.tiers.shared_dir.ops import Ended, FreeOp, StoreOp
+from kvtide.tiers.shared_dir.own import Journal
 from kvtide.tiers.shared_dir.view import Gone, Row, View
 from kvtide.tiers.shared_dir.workers import Workers
-from kvtide.units import KiB
+from kvtide.units import GiB, KiB
 
 PUT_MS_MAX = T_PUT_MS
 """T_put of the contract."""
@@ -38,7 +38,10 @@ FREED_MAX = 64
 """Records that are removed together, by one row."""
 SLACK_RATIO = 0.02
 """Of the cap: so much more is evicted when room is short, so that the next store finds some."""
+SLACK_BYTES_MAX = GiB
+"""Of a cap of terabytes it would be tens of thousands of files, and stores would wait for them."""
 OWNER_BYTES = 8 * KiB
+KEPT_BYTES, KIND_BYTES, BESIDE_BYTES = 96, 256, 4 * KiB
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -52,6 +55,13 @@ class _Turn:
     @property
     def length_bytes(self) -> int:
         return _length_of(self.job.record)
+
+
+def rows_bytes(record: Record) -> int:
+    """So much is left beside a record for rows, which count twice: its own and those of others
+    being written, with what each shares, and some that say what goes or was cleared."""
+    row = KEPT_BYTES + KIND_BYTES + 8 * record.layout.shard_count + len(record.digests)
+    return 2 * WRITING_MAX * row + BESIDE_BYTES
 
 
 def _length_of(record: Record) -> int:
@@ -75,50 +85,56 @@ class Stores:
         self.evicted = 0
         self.sequence = 0
         """Of the last record."""
+        self.journal_bytes = 0
+        """What the own journal takes."""
         self._view = view
         self._workers = workers
         self._end = end
         self._bytes_max = bytes_max
         self._queue_bytes_max = queue_bytes_max
         self._records_bytes = 0
-        self._journal_bytes = 0
+        self._left_bytes = 0  # at most, of stores that failed: until the next sweep
         self._is_swept = False
         self._waiting: dict[_Turn, None] = {}
         self._running: dict[StoreOp, _Turn] = {}
         self._freeing: dict[bytes, int] = {}
         self._to_free: list[bytes] = []
+        self._not_freed: list[bytes] = []
 
     @property
     def used_bytes(self) -> int:
         """As the cap counts them."""
-        return self._records_bytes + 2 * self._journal_bytes + OWNER_BYTES
+        return self._records_bytes + self._left_bytes + 2 * self.journal_bytes + OWNER_BYTES
 
     def take_own(self, journal: Journal) -> None:
-        """The part as it is when it is taken; what was known of another is forgotten."""
+        """The folder as it is when it is taken; what was known of another is forgotten."""
         assert not self._running, len(self._running)
         self._freeing.clear()
         self._to_free.clear()
+        self._not_freed.clear()
         self._is_swept = False
-        self._records_bytes = 0
+        self._records_bytes = self._left_bytes = 0
         self.sequence = journal.live.sequence
-        self._journal_bytes = journal.size_bytes
+        self.journal_bytes = journal.size_bytes
         live = journal.live
-        for row in live.kept.values():
-            blocks = len(row.digests) // INNER_DIGEST_BYTES
-            self._records_bytes += stored_bytes(live.kinds[row.kind].layout, blocks)
+        lengths = Counter((row.kind, row.blocks) for row in live.kept.values())
+        for (kind, blocks), count in lengths.items():
+            self._records_bytes += count * stored_bytes(live.kinds[kind].layout, blocks)
 
     def take_sweep(self, ended: Ended) -> None:
         """What nothing tells of has been removed: the cap is what is known, from now on. Where
         that failed, so has the store that waited for it longest."""
         self._is_swept = ended.error is None
         turn = next(iter(self._waiting), None)
-        if not self._is_swept and turn is not None:
+        if self._is_swept:
+            self._left_bytes = 0
+        elif turn is not None:
             self._end_turn(turn, self._refusal(turn.job.record) or StoreOutcome.FAILED)
 
     @property
     def wants_sweep(self) -> bool:
-        """Whether a store waits for that."""
-        return bool(self._waiting) and not self._is_swept
+        """Whether a store waits for that, and none is written that it would take for left."""
+        return bool(self._waiting) and not self._is_swept and not self._running
 
     # ---- coming and ending
 
@@ -150,6 +166,11 @@ class Stores:
         for turn in [turn for turn in self._waiting if now_ms - turn.since_ms >= PUT_MS_MAX]:
             self._end_turn(turn, StoreOutcome.TOO_OLD)
 
+    def retry(self) -> None:
+        """What could not be removed is tried again."""
+        self._to_free += self._not_freed
+        self._not_freed.clear()
+
     def take_back(self, outcome: StoreOutcome) -> None:
         """Those that no thread has begun end so."""
         for op in self._workers.take_stores():
@@ -171,8 +192,12 @@ class Stores:
 
     def write_on(self) -> None:
         """Give the writing threads what they may begin."""
-        if not self._is_swept:
-            return
+        if self._is_swept:
+            self._begin_turns()
+        for op in self._free_ops():
+            self._workers.write(op)
+
+    def _begin_turns(self) -> None:
         busy = {op.job.record.key for op in self._running} | self._freeing.keys()
         for turn in list(islice(self._waiting, LOOKED_AT_MAX)):
             if len(self._running) >= WRITING_MAX:
@@ -186,8 +211,6 @@ class Stores:
                 if not self._begin(turn):
                     break
             busy.add(record.key)
-        for op in self._free_ops():
-            self._workers.write(op)
 
     def _refusal(self, record: Record) -> StoreOutcome | None:
         """Why it is not written."""
@@ -204,7 +227,7 @@ class Stores:
         if isinstance(above, Row):
             turn.above = above
             above.holds += 1
-        if not self._is_room_for(turn.length_bytes):
+        if not self._is_room_for(turn.length_bytes + rows_bytes(turn.job.record)):
             if self._freeing or self._running:
                 if turn.above is not None:
                     turn.above.holds -= 1
@@ -224,9 +247,11 @@ class Stores:
         """What a writing thread says of one."""
         turn = self._running.pop(op)
         record = turn.job.record
-        self._journal_bytes = ended.journal_bytes
         if ended.error is not None:
             self._records_bytes -= turn.length_bytes
+            if ended.is_left:
+                self._left_bytes += turn.length_bytes
+                self._is_swept = False
             is_full = isinstance(ended.error, OSError) and ended.error.errno in FULL
             outcome = StoreOutcome.NO_ROOM if is_full else StoreOutcome.FAILED
             self._end_turn(turn, StoreOutcome.NOT_ANCHORED if turn.is_cleared else outcome)
@@ -248,8 +273,8 @@ class Stores:
         over = self.used_bytes + length_bytes - self._bytes_max
         if over <= 0:
             return True
-        wanted = over + int(SLACK_RATIO * self._bytes_max)
-        if self.used_bytes - self._records_bytes + length_bytes <= self._bytes_max:
+        wanted = over + min(int(SLACK_RATIO * self._bytes_max), SLACK_BYTES_MAX)
+        if 2 * self.journal_bytes + OWNER_BYTES + length_bytes <= self._bytes_max:
             freeing = sum(self._freeing.values())
             while freeing < wanted and (row := self._view.evictable()) is not None:
                 freeing += row.length_bytes
@@ -258,7 +283,7 @@ class Stores:
         return False
 
     def shrink(self) -> list[FreeOp]:
-        """Evict down to the cap; what is to be done for that."""
+        """Evict down to the cap, all own records being taken in; what is to be done for that."""
         self._is_room_for(0)
         return list(self._free_ops())
 
@@ -280,10 +305,9 @@ class Stores:
             yield FreeOp(keys)
 
     def take_free(self, op: FreeOp, ended: Ended) -> None:
-        """They are gone; else it is tried again."""
-        self._journal_bytes = ended.journal_bytes
+        """They are gone; else it is tried again, not at once."""
         if ended.error is not None:
-            self._to_free += op.keys
+            self._not_freed += op.keys
             return
         for key in op.keys:
             self._records_bytes -= self._freeing.pop(key)

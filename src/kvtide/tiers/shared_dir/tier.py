@@ -1,12 +1,12 @@
-"""The tier in a directory that several machines mount: each writes its own part, all read all.
+"""The tier in a directory that several machines mount: each writes its own folder, all read all.
 
     lookup  answered from the view of all journals; where that lacks something, after a fresh look
-    load    by its name from the part of whoever has it, and proven
-    store   in the own part, behind its parent in anybody's, unless somebody has it
+    load    by its name from the folder of whoever has it, and proven
+    store   in the own folder, behind its parent in anybody's, unless somebody has it
 
 No server, no locks, nothing but files that are made whole, named, and removed. What others do is
 learned from what they wrote (`journal.py`), and may be past: a record that its owner has evicted
-meanwhile is a miss. The cap is of the own part; nothing of another's is ever changed.
+meanwhile is a miss. The cap is of the own folder; nothing of another's is ever changed.
 
 Ownership: all state is the node's owner's; threads (`Workers`) get operations and say how they
 ended by a queue that `poll` empties.
@@ -16,7 +16,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from kvtide.bounds import T_LOAD_MS
@@ -32,12 +31,12 @@ from kvtide.tiers.base import (
     StoreOutcome,
     TierStatistics,
 )
-from kvtide.tiers.breaker import Breaker
+from kvtide.tiers.breaker import SHARED_RETRY_MS_MAX, Breaker
 from kvtide.tiers.disk.files import Files, SystemFiles
 from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.hung import Hung
 from kvtide.tiers.scope import EVERYTHING, Scope
-from kvtide.tiers.shared_dir.journal import Journal, Live
-from kvtide.tiers.shared_dir.members import ALIVE_MS, PartLost, Place
+from kvtide.tiers.shared_dir.members import ALIVE_MS, FolderLost, Place
 from kvtide.tiers.shared_dir.ops import (
     AliveOp,
     ClaimOp,
@@ -53,8 +52,9 @@ from kvtide.tiers.shared_dir.ops import (
     claimed,
 )
 from kvtide.tiers.shared_dir.others import Others
+from kvtide.tiers.shared_dir.own import Journal, Live
 from kvtide.tiers.shared_dir.stores import Stores
-from kvtide.tiers.shared_dir.view import View
+from kvtide.tiers.shared_dir.view import Row, View
 from kvtide.tiers.shared_dir.workers import Workers
 
 logger = logging.getLogger("kvtide.shared_dir")
@@ -65,7 +65,7 @@ others stored is found a tenth of a second later, and their server is asked ten 
 LOOK_MS = 1_000
 """Without lookups too: what hangs on records that others evicted gives its room back."""
 START_S_MAX = 2.0
-"""So long a start reads journals; the rest comes while it serves."""
+"""So long a start takes in what it reads; the rest comes while it serves."""
 CLEAR_S_MAX = 0.2
 """See `Tier.clear`."""
 CLEARS_MAX = 4096
@@ -77,7 +77,7 @@ class SharedDirTier:
 
     Args:
         path: of the directory; made if need be.
-        bytes_max: the cap of the own part.
+        bytes_max: the cap of the own folder.
         wake: called from any thread when `poll` has something to give.
         queue_bytes_max: stores beyond these bytes are dropped.
         files: the file system, for tests.
@@ -97,7 +97,7 @@ class SharedDirTier:
         queue_bytes_max: int,
         files: Files | None = None,
     ) -> None:
-        """Take a part, and read what is there."""
+        """Take a folder, and read what is there."""
         self.path = path
         self.bytes_max = bytes_max
         self._wake = wake
@@ -105,63 +105,74 @@ class SharedDirTier:
         self._done: list[Done] = []
         self._loaded: Counter[str] = Counter()
         self._loaded_bytes = 0
-        self._is_closed = self._is_freed = self._is_sweeping = self._is_lost = False
+        self._is_closed = self._is_sweeping = self._is_lost = False
         self._place = Place(str(path.absolute()), files or SystemFiles())
-        self._reads = Breaker("reads", f"shared_dir {path}", logger)
-        self._writes = Breaker("writes", f"shared_dir {path}", logger)
+        place = f"shared_dir {path}"
+        self._reads = Breaker("reads", place, logger, SHARED_RETRY_MS_MAX)
+        self._writes = Breaker("writes", place, logger, SHARED_RETRY_MS_MAX)
         self._asking: list[LookupJob] = []
         self._look: LookOp | None = None
         self._looked_ms = self._alive_ms = 0
-        self._since_ms: dict[Op, int] = {}
-        self._hung: set[Op] = set()
+        self._probe: AliveOp | ClaimOp | None = None
+        self._alive: AliveOp | None = None
+        self._hung: Hung[Op] = Hung(lambda _: T_LOAD_MS)
         self._clears: list[ClearOp] = []
         try:
-            self._journal = claimed(self._place)
+            journal = claimed(self._place)
         except (OSError, KVTideError) as error:
             self._place.free()
             raise ConfigError(f"shared_dir {path} cannot be used: {error}") from error
-        hands = Hands(self._place, self._journal)
+        self._hands = Hands(self._place, journal)
         self._view = View(self._place.own)
         self._others = Others(self._view)
-        self._workers = Workers(hands, wake)
+        self._workers = Workers(self._hands, wake)
         self._stores = Stores(self._view, self._workers, self._end, bytes_max, queue_bytes_max)
-        self._begin(hands)
+        self._take_own(journal)
+        self._begin()
 
-    def _begin(self, hands: Hands) -> None:
-        """Take in what is there; then begin to work."""
+    def _begin(self) -> None:
+        """Take in what others have; then begin to work."""
         until_s = time.monotonic() + START_S_MAX
-        self._take_own()
+        while self._others.is_taking and time.monotonic() < until_s:
+            self._stores.free(self._others.take_more())
         while True:
-            ended = hands.run(LookOp(self._others.positions()))
+            ended = self._hands.run(LookOp(self._others.positions()))
             if ended.error is not None:
                 break
             self._stores.free(self._others.take(ended))
             if not self._others.are_more or time.monotonic() > until_s:
                 break
-        for op in self._stores.shrink():  # the cap was lowered
-            if time.monotonic() < until_s:
-                self._stores.take_free(op, hands.run(op))
-            else:
-                self._workers.write(op)
-        try:
-            self._workers.start()
-        except ConfigError:
-            self._place.free()
-            raise
-        self._sweep()
+        if not self._others.is_taking:
+            for op in self._stores.shrink():  # the cap was lowered
+                if time.monotonic() < until_s:
+                    self._stores.take_free(op, self._hands.run(op))
+                else:
+                    self._workers.write(op)
+            self._sweep()
+        self._stores.journal_bytes = self._hands.journal_bytes
+        self._workers.start()
+        self._wake()  # for what is not taken in yet
         logger.info(
-            "shared_dir %s: %d records in %d parts; ours is %s",
+            "shared_dir %s: %d records in %d folders; ours is %s",
             self.path,
             len(self._view),
             1 + len(self._others.positions()),
             self._place.own.hex()[:8],
         )
 
-    def _take_own(self) -> None:
-        """Take in what the part has that was taken."""
-        self._stores.take_own(self._journal)
-        self._others.take_own(self._journal.live)
-        self._journal.live = Live()
+    def _take_own(self, journal: Journal) -> None:
+        """Know what the folder has that was taken."""
+        self._stores.take_own(journal)
+        self._others.take_own(journal.live)
+        journal.live = Live()
+
+    def _take_more(self) -> None:
+        """The next own records; once they are all known there may be some to evict."""
+        self._stores.free(self._others.take_more())
+        if not self._others.is_taking:
+            for op in self._stores.shrink():
+                self._workers.write(op)
+        self._wake()
 
     # ---- lookups
 
@@ -223,26 +234,25 @@ class SharedDirTier:
         op.row.holds -= 1
         outcome = LoadOutcome.LOADED
         if isinstance(ended.error, CorruptRecord):
-            logger.warning("shared_dir: %s; nobody gets it", ended.error)
             outcome = LoadOutcome.CORRUPT
         elif ended.error is not None:
             outcome = LoadOutcome.FAILED
-        elif ended.is_lost:
+        elif len(ended.bad) == len(op.members):
             outcome = LoadOutcome.ABSENT
-        if outcome in (LoadOutcome.CORRUPT, LoadOutcome.ABSENT):
-            self._not_there(op)
+        if outcome is not LoadOutcome.FAILED:
+            self._not_there(op.row, ended.bad)
         self._judge_read(ended.error if outcome is LoadOutcome.FAILED else None)
         self._end_load(op.job, outcome)
 
-    def _not_there(self, op: LoadOp) -> None:
+    def _not_there(self, row: Row, members: list[bytes]) -> None:
         """None of these members has it, whatever their journals say."""
-        for member in op.members:
-            if self._view.index.get(op.row.key) is not op.row or member not in op.row.members:
+        for member in members:
+            if self._view.index.get(row.key) is not row or member not in row.members:
                 continue
             if member == self._view.own:
-                self._stores.let_go(op.row)
+                self._stores.let_go(row)
             else:
-                self._stores.free(self._view.remove(op.row, member))
+                self._stores.free(self._view.remove(row, member))
 
     def _end_load(self, job: LoadJob, outcome: LoadOutcome) -> None:
         self._loaded[outcome] += 1
@@ -283,8 +293,7 @@ class SharedDirTier:
             return
         if ended.error is None:
             self._clears.remove(op)
-            self._others.clearing.remove(op.scope)
-            self._others.cleared.note(op.scope, op.up_to)
+            self._others.noted(op.scope, op.up_to)
         elif not self._writes.is_open:
             self._workers.write(op)
 
@@ -293,9 +302,9 @@ class SharedDirTier:
     def poll(self) -> list[Done]:
         while self._workers.results:
             self._take(self._workers.results.popleft())
+        if self._others.is_taking and not self._is_closed:
+            self._take_more()
         self._pump()
-        if self._is_closed:
-            self._free_place()
         done, self._done = self._done, []
         return done
 
@@ -305,8 +314,8 @@ class SharedDirTier:
 
     def _take(self, ended: Ended) -> None:
         """What a thread says."""
-        self._since_ms.pop(ended.op, None)
-        self._hung.discard(ended.op)
+        self._hung.ended(ended.op)
+        self._stores.journal_bytes = self._hands.journal_bytes
         match ended.op:
             case LookOp():
                 self._take_look(ended)
@@ -324,14 +333,15 @@ class SharedDirTier:
                 self._is_sweeping = False
                 self._stores.take_sweep(ended)
                 self._judge_write(ended.error)
+            case AliveOp() | ClaimOp() as op if op is self._probe:
+                self._take_probe(ended)
             case AliveOp() | ClaimOp():
-                self._take_alive(ended)
+                self._alive = None
+                self._judge_write(ended.error)
 
-    def _take_alive(self, ended: Ended) -> None:
-        if not self._writes.is_probing:
-            self._judge_write(ended.error)
-            return
-        self._is_lost = isinstance(ended.error, PartLost)
+    def _take_probe(self, ended: Ended) -> None:
+        self._probe = None
+        self._is_lost = isinstance(ended.error, FolderLost)
         self._writes.probed(ended.error, self._now_ms)
         if ended.journal is not None:
             self._change_own(ended.journal)
@@ -340,10 +350,9 @@ class SharedDirTier:
                 self._workers.write(op)
 
     def _change_own(self, journal: Journal) -> None:
-        """Go on in the part that was taken in place of one that was lost."""
-        self._journal = journal
+        """Go on in the folder that was taken in place of one that was lost."""
         self._others.change_own(self._place.own)
-        self._take_own()
+        self._take_own(journal)
         known, last = self._others.known(), self._stores.sequence
         self._clears = [ClearOp(op.scope, known, last) for op in self._clears]
         self._look_around()
@@ -352,7 +361,7 @@ class SharedDirTier:
     def _pump(self) -> None:
         if self._writes.is_open or self._is_closed:
             return
-        if self._stores.wants_sweep and not self._is_sweeping:
+        if self._stores.wants_sweep and not (self._is_sweeping or self._others.is_taking):
             self._sweep()
         self._stores.write_on()
 
@@ -367,26 +376,26 @@ class SharedDirTier:
             return
         if self._writes.wants_probe(self._now_ms):
             is_claim = self._is_lost and not self._workers.are_writing
-            self._workers.write(ClaimOp(self._others.cleared) if is_claim else AliveOp())
+            self._probe = ClaimOp(self._others.cleared) if is_claim else AliveOp()
+            self._workers.write(self._probe)
         elif not self._writes.is_open and self._now_ms - self._alive_ms >= ALIVE_MS:
-            self._alive_ms = self._now_ms
-            self._workers.write(AliveOp())
-        self._see_hung()
+            self._say_alive()
+        self._stores.retry()
+        hung = self._hung.look(self._workers.running_reads(), self._now_ms)
+        if hung and self._reads.hung(T_LOAD_MS, self._now_ms):
+            self._break_reads()
         is_due = not self._reads.is_open and self._now_ms - self._looked_ms >= LOOK_MS
         if self._reads.wants_probe(self._now_ms) or is_due:
             self._look_around()
         self._pump()
 
-    # ---- when the place fails
+    def _say_alive(self) -> None:
+        if self._alive is None:
+            self._alive_ms = self._now_ms
+            self._alive = AliveOp()
+            self._workers.write(self._alive)
 
-    def _see_hung(self) -> None:
-        """A call that does not come back says nothing: only time can tell, and once is enough."""
-        running = self._workers.running_reads()
-        self._since_ms = {op: self._since_ms.get(op, self._now_ms) for op in running}
-        late = {op for op, since in self._since_ms.items() if self._now_ms - since > T_LOAD_MS}
-        if not late <= self._hung and self._reads.hung(T_LOAD_MS, self._now_ms):
-            self._break_reads()
-        self._hung = late
+    # ---- when the place fails
 
     def _judge_read(self, error: Exception | None) -> None:
         if self._reads.is_probing and self._look is None:
@@ -417,8 +426,10 @@ class SharedDirTier:
         if error is None:
             self._writes.succeeded()
         elif self._writes.failed(error, self._now_ms):
-            self._is_lost = isinstance(error, PartLost)
+            self._is_lost = isinstance(error, FolderLost)
             self._stores.take_back(StoreOutcome.BROKEN)
+        elif isinstance(error, FolderLost) and not self._writes.is_open:
+            self._say_alive()  # again, until the breaker opens: waiting mends nothing
 
     # ---- numbers and the end
 
@@ -444,17 +455,8 @@ class SharedDirTier:
         self._take_back_loads(LoadOutcome.CLOSED)
         self._stores.take_back(StoreOutcome.CLOSED)
         self._workers.stop(timeout_s)
-        self._free_place()
-
-    def _free_place(self) -> None:
-        """Once no thread works there any more the next one may."""
-        if not self._is_freed and self._workers.are_done:
-            self._is_freed = True
-            with suppress(OSError):
-                self._journal.close()
-            self._place.free()
 
     def check_integrity(self) -> None:
-        """Assert that the parts agree; looks at each record."""
+        """Assert that what is known agrees; looks at each record."""
         self._view.check_integrity()
         self._stores.check_integrity()

@@ -1,8 +1,9 @@
 """What is there, as far as the members' journals were read: of all members, in one tree.
 
-    kind (root, layout) ──► row ──► row …      by the first digest of each; `index`: by key
+    kind (root, layout) ──► row ──► row …      `index`: by key; `firsts`: by the first digest
+                             └───── its siblings
 
-A record may be in several members' parts, and may stand below one that is in another's. A row is
+A record may be in several members' folders, and may stand below one that is in another's. A row is
 in the tree only behind its parent; what a journal tells before it, or keeps when its parent goes,
 waits aside by its parent's key and comes in with it.
 
@@ -10,9 +11,9 @@ Own rows that nothing of our own stands below are *leaves*, least recently used 
 evicted next. One that others have something below is left for as long as a few others will do,
 since that would be lost with it.
 
-A row costs about a kilobyte: the bytes of a large model's chunk are tens of thousands of times
-that. Rows and their children name each other, so `_cut` ends that when one goes: the node does not
-collect cycles.
+A row of 16 blocks costs 670 bytes, near half of them its digests: the bytes of a large model's
+chunk are ten thousand times that and more. Rows and their children name each other, so that ends
+when one goes: the node does not collect cycles.
 
 Ownership: the node's owner thread.
 """
@@ -26,6 +27,7 @@ from kvtide.codec.record import stored_bytes
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.core.records import Record
 from kvtide.tiers.disk.catalog import shared_blocks
+from kvtide.tiers.disk.firsts import Firsts
 from kvtide.tiers.disk.rows import Kind
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.tiers.shared_dir.journal import KeptRow
@@ -33,20 +35,18 @@ from kvtide.tiers.shared_dir.journal import KeptRow
 Gone: TypeAlias = tuple[bytes, int]
 """Key and length of a record whose file is to go."""
 
-CANDIDATES_MAX = 128
-"""Records with one first block that a partial match looks at, latest first: bounds a lookup."""
 LEAVES_TRIED = 32
 """Leaves that a search for one without children of others looks at."""
 
 
 class KindState:
-    """A root and a layout, and what stands below the root."""
+    """A root and a layout. `child`: the latest of the rows that stand right below the root."""
 
-    __slots__ = ("children", "kind")
+    __slots__ = ("child", "kind")
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self.children: dict[bytes, list[Row]] = {}
+        self.child: Row | None = None
 
     @property
     def key(self) -> bytes:
@@ -55,11 +55,21 @@ class KindState:
 
 
 class Row:
-    """One record. `own_children`: how many of our own stand below it; `holds`: loads and stores
-    that need it, by which it is not evicted."""
+    """One record.
+
+    Attributes:
+        child: the latest of the rows that stand right below it.
+        after, before: the next and the last one that stands below the same.
+        members: those who have it.
+        own_children: how many of our own stand right below it.
+        holds: loads and stores that need it, by which it is not evicted.
+        used: greater than that of what was used before it.
+    """
 
     __slots__ = (
-        "children",
+        "after",
+        "before",
+        "child",
         "digests",
         "holds",
         "key",
@@ -70,18 +80,33 @@ class Row:
         "used",
     )
 
-    def __init__(
-        self, kind: KindState, parent: "Row | KindState", key: bytes, digests: bytes
-    ) -> None:
+    def __init__(self, kind: KindState, parent: "Row | KindState", kept: KeptRow) -> None:
+        """The latest of what stands there."""
         self.kind = kind
         self.parent: Row | KindState | None = parent
-        self.key = key
-        self.digests = digests
+        self.key = kept.key
+        self.digests = kept.digests
         self.members: tuple[bytes, ...] = ()
-        self.children: dict[bytes, list[Row]] | None = None
+        self.child: Row | None = None
+        self.before: Row | None = None
+        self.after = parent.child
+        if self.after is not None:
+            self.after.before = self
+        parent.child = self
         self.own_children = 0
         self.holds = 0
         self.used = 0
+
+    def leave(self) -> None:
+        """It stands there no more."""
+        assert self.parent is not None, self.key.hex()
+        if self.before is None:
+            self.parent.child = self.after
+        else:
+            self.before.after = self.after
+        if self.after is not None:
+            self.after.before = self.before
+        self.parent = self.before = self.after = None
 
     @property
     def blocks(self) -> int:
@@ -106,6 +131,22 @@ class Row:
         return Record(kind.root, self.parent.key, self.key, self.digests, kind.layout)
 
 
+def _below(above: Row | KindState) -> Iterator[Row]:
+    """All rows that stand right below it."""
+    row = above.child
+    while row is not None:
+        yield row
+        row = row.after
+
+
+def _all_below(above: Row | KindState) -> list[Row]:
+    """All rows that stand below it, parents first."""
+    rows = list(_below(above))
+    for row in rows:  # which grows
+        rows += _below(row)
+    return rows
+
+
 @dataclass(frozen=True, slots=True)
 class _Aside:
     """A record whose parent is not there."""
@@ -125,6 +166,8 @@ class View:
         self._aside: dict[bytes, dict[bytes, _Aside]] = {}  # by the parent's key, then by key
         self._aside_parent: dict[bytes, bytes] = {}
         self._leaves: OrderedDict[bytes, Row] = OrderedDict()
+        self._firsts: Firsts[Row] = Firsts()
+        self._members: dict[tuple[bytes, ...], tuple[bytes, ...]] = {}  # one for all rows
         self._stamp = 0
 
     def __len__(self) -> int:
@@ -158,7 +201,7 @@ class View:
             above = row
         assert above is not None, parent.hex()
         is_all = len(rows) * KEY_BYTES == len(keys)
-        below = bool(above.children)
+        below = above.child is not None
         if is_all and digests and below:
             best = self._longest(above, digests)
             if best is not None:
@@ -166,14 +209,16 @@ class View:
         self.touch(rows)
         return rows, below and not is_all
 
-    @staticmethod
-    def _beginning(above: Row | KindState, digests: bytes) -> list[Row]:
-        """Children that begin with the same block."""
-        return (above.children or {}).get(digests[:INNER_DIGEST_BYTES], [])
+    def _beginning(self, above: Row | KindState, digests: bytes) -> list[Row]:
+        """Children that begin with the same block, latest first, a bounded number."""
+        return [row for row in self._firsts.beginning(digests) if row.parent is above]
 
     def _longest(self, above: Row | KindState, digests: bytes) -> Row | None:
-        latest = self._beginning(above, digests)[: -CANDIDATES_MAX - 1 : -1]
-        return max(latest, key=lambda row: shared_blocks(row.digests, digests), default=None)
+        def shared(row: Row) -> int:
+            return shared_blocks(row.digests, digests)
+
+        best = max(self._beginning(above, digests), key=shared, default=None)
+        return best if best is not None and shared(best) else None
 
     def covers(self, record: Record) -> bool:
         """Whether a record below the same parent begins with all its blocks."""
@@ -200,7 +245,7 @@ class View:
             if other is not row
             and self.own in other.members
             and not other.holds
-            and not other.children
+            and other.child is None
             and row.digests.startswith(other.digests)
         ]
 
@@ -217,13 +262,13 @@ class View:
         first = None
         free = (row for row in self._leaves.values() if not row.holds)
         for _, row in zip(range(LEAVES_TRIED), free, strict=False):
-            if not row.children:
+            if row.child is None:
                 return row
             first = first or row
         return first
 
     def own_rows(self) -> Iterator[Row]:
-        """Those that are in our part."""
+        """Those that are in our folder."""
         return (row for row in self.index.values() if self.own in row.members)
 
     # ---- changing
@@ -249,21 +294,19 @@ class View:
         while todo:
             aside = todo.pop()
             kept = aside.row
-            state = self._kinds.setdefault(aside.kind, KindState(aside.kind))
+            state = self._kinds.get(aside.kind)
+            if state is None:
+                state = self._kinds[aside.kind] = KindState(aside.kind)
             above: Row | KindState | None = state
             if kept.parent != state.key:
                 above = self.index.get(kept.parent)
             if above is None or (above is not state and not _is_whole_of(above, state)):
-                self._aside.setdefault(kept.parent, {})[kept.key] = aside
-                self._aside_parent[kept.key] = kept.parent
+                self._put_aside(aside)
                 self._forget_kind(state)
                 continue
-            row = Row(state, above, kept.key, kept.digests)
-            if above.children is None:
-                above.children = {}
-            above.children.setdefault(kept.digests[:INNER_DIGEST_BYTES], []).append(row)
+            row = Row(state, above, kept)
             self.index[kept.key] = row
-            self._stamp += 1
+            self._firsts.add(kept.digests, row)
             row.used = self._stamp
             self._set_members(row, aside.members)
             rows.append(row)
@@ -272,6 +315,11 @@ class View:
                 assert behind is not None, key.hex()
                 todo.append(behind)
         return rows
+
+    def _put_aside(self, aside: _Aside) -> None:
+        key, parent = aside.row.key, aside.row.parent
+        self._aside.setdefault(parent, {})[key] = aside
+        self._aside_parent[key] = parent
 
     def _take_aside(self, key: bytes) -> _Aside | None:
         parent = self._aside_parent.pop(key, None)
@@ -286,7 +334,7 @@ class View:
     def _set_members(self, row: Row, members: tuple[bytes, ...]) -> None:
         """Who has it; leaves and counts of own children follow."""
         was_own, is_own = self.own in row.members, self.own in members
-        row.members = members
+        row.members = self._members.setdefault(members, members)
         if was_own == is_own:
             return
         if isinstance(row.parent, Row):
@@ -324,60 +372,57 @@ class View:
 
     def _cut(self, top: Row) -> list[Gone]:
         """Take a row out of the tree; what others have below it waits for it to come back."""
-        above = top.parent
-        assert above is not None, top.key.hex()
-        assert above.children is not None, top.key.hex()
-        first = top.digests[:INNER_DIGEST_BYTES]
-        above.children[first].remove(top)
-        if not above.children[first]:
-            del above.children[first]
-        self._set_members(top, ())
         orphans: list[Gone] = []
-        todo = [top]
-        while todo:
-            row = todo.pop()
+        below = _all_below(top)
+        for row in below:
             assert row.parent is not None, row.key.hex()
-            below = [child for rows in (row.children or {}).values() for child in rows]
             others = tuple(one for one in row.members if one != self.own)
-            if row is not top and others:
+            if others:
                 kept = KeptRow(0, 0, row.key, row.parent.key, row.digests)
-                self._aside.setdefault(kept.parent, {})[row.key] = _Aside(
-                    others, row.kind.kind, kept
-                )
-                self._aside_parent[row.key] = kept.parent
-            if row is not top and self.own in row.members:
+                self._put_aside(_Aside(others, row.kind.kind, kept))
+            if self.own in row.members:
                 orphans.append((row.key, row.length_bytes))
-            del self.index[row.key]
-            self._leaves.pop(row.key, None)
-            todo += below
-            row.children = None
-            if row is not top:
-                row.parent = None
-        top.parent = None
+        self._set_members(top, ())
+        for row in (top, *below):
+            self._drop(row)
         self._forget_kind(top.kind)
         return orphans
 
+    def _drop(self, row: Row) -> None:
+        del self.index[row.key]
+        self._leaves.pop(row.key, None)
+        self._firsts.remove(row.digests, row)
+        row.leave()
+
     def _forget_kind(self, state: KindState) -> None:
         """Salts come and go by the million."""
-        if not state.children:
+        if state.child is None:
             self._kinds.pop(state.kind, None)
 
     def clear(self, scope: Scope) -> tuple[int, list[Gone]]:
-        """Nothing of this scope is there any more, in anybody's part; how many were, and our own
+        """Nothing of this scope is there any more, in anybody's folder; how many were, and our own
         of them."""
-        gone = [row for row in self.index.values() if scope.has(row.kind.kind.root)]
+        gone = self._rows_of(scope)
         own = [(row.key, row.length_bytes) for row in gone if self.own in row.members]
-        for row in gone:
-            del self.index[row.key]
-            self._leaves.pop(row.key, None)
+        if len(gone) == len(self.index):  # one by one they would take four times as long
+            self.index.clear()
+            self._leaves.clear()
+            self._firsts = Firsts()
+            for row in gone:
+                row.parent = row.child = row.before = row.after = None
+        else:
+            for row in gone:
+                self._drop(row)
         for key, parent in list(self._aside_parent.items()):
             if scope.has(self._aside[parent][key].kind.root):
                 self._take_aside(key)
         for kind in [kind for kind in self._kinds if scope.has(kind.root)]:
             del self._kinds[kind]
-        for row in gone:
-            row.parent = row.children = None
         return len(gone), own
+
+    def _rows_of(self, scope: Scope) -> list[Row]:
+        kinds = [state for kind, state in self._kinds.items() if scope.has(kind.root)]
+        return [row for state in kinds for row in _all_below(state)]
 
     def take_own_aside(self) -> list[Gone]:
         """Own records whose parents are nowhere: they are forgotten."""
@@ -386,36 +431,37 @@ class View:
             aside = self._aside[parent][key]
             if self.own in aside.members:
                 layout = aside.kind.layout
-                blocks = len(aside.row.digests) // INNER_DIGEST_BYTES
-                gone.append((key, stored_bytes(layout, blocks)))
+                gone.append((key, stored_bytes(layout, aside.row.blocks)))
                 self.forget(self.own, key)
         return gone
 
     def keys_of(self, member: bytes, scope: Scope = EVERYTHING) -> list[bytes]:
         """Keys of all that a member has of this scope."""
-        rows = (row for row in self.index.values() if member in row.members)
-        keys = [row.key for row in rows if scope.has(row.kind.kind.root)]
+        keys = [row.key for row in self._rows_of(scope) if member in row.members]
         aside = (one for waiting in self._aside.values() for one in waiting.values())
         asides = (one for one in aside if member in one.members)
         return keys + [one.row.key for one in asides if scope.has(one.kind.root)]
 
     def check_integrity(self) -> None:
         """Assert that tree, index and leaves agree; looks at each row."""
-        own_children: dict[bytes, int] = {}
-        for key, row in self.index.items():
-            above = row.parent
-            assert row.key == key, (row.key, key)
-            assert row.members, key.hex()
-            assert above is not None, key.hex()
-            assert above.children is not None, key.hex()
-            assert row in above.children[row.digests[:INNER_DIGEST_BYTES]], key.hex()
-            assert self.index.get(above.key) is above or above is self._kinds[row.kind.kind]
-            if self.own in row.members:
-                own_children[above.key] = own_children.get(above.key, 0) + 1
-        for key, row in self.index.items():
-            assert row.own_children == own_children.get(key, 0), key.hex()
-            is_leaf = self.own in row.members and not row.own_children
-            assert is_leaf == (key in self._leaves), key.hex()
+        linked = 0
+        every: list[Row | KindState] = [*self._kinds.values(), *self.index.values()]
+        for above in every:
+            before, own_children = None, 0
+            for row in _below(above):
+                linked += 1
+                own_children += self.own in row.members
+                assert self.index.get(row.key) is row, row.key.hex()
+                assert row.parent is above, row.key.hex()
+                assert row.before is before, row.key.hex()
+                assert row.members, row.key.hex()
+                before = row
+            if isinstance(above, Row):
+                assert above.own_children == own_children, above.key.hex()
+                is_leaf = self.own in above.members and not own_children
+                assert is_leaf == (above.key in self._leaves), above.key.hex()
+        counts = (linked, len(self._firsts), len(self.index))
+        assert len(set(counts)) == 1, counts
         assert len(self._aside_parent) == sum(len(rows) for rows in self._aside.values())
 
 

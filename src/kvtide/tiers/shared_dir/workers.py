@@ -7,7 +7,8 @@ A server answers several calls at once, so threads are what fills the way to it.
 have threads of their own: neither waits for the other here.
 
 Ownership: the queues are under `_lock`; results are a deque, whose ends are safe by themselves.
-Threads are started by `start`, and joined by `stop`.
+Threads are started by `start`, and joined by `stop`. The last of them leaves the place: who stops
+them does not wait for a server that hangs then.
 """
 
 import logging
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvtide.errors import ConfigError
+from kvtide.tiers.disk.ops import bare
 from kvtide.tiers.shared_dir.ops import (
     ClearOp,
     Ended,
@@ -49,6 +51,7 @@ class Workers:
         self._reads: deque[Op] = deque()
         self._writes: deque[Op] = deque()
         self._running: set[Op] = set()
+        self._thread_count = 0
         self._is_ending = False
         self._threads: list[threading.Thread] = []
 
@@ -66,9 +69,12 @@ class Workers:
             thread = threading.Thread(
                 target=self._run, args=(condition, queue), name=name, daemon=True
             )
+            with self._lock:
+                self._thread_count += 1
             try:
                 thread.start()
             except RuntimeError as error:
+                self._end_thread()
                 self.stop(START_S_MAX)
                 raise ConfigError(
                     f"no thread could be started for a shared_dir ({error}); raise the limit of"
@@ -127,7 +133,8 @@ class Workers:
             return bool(self._writes) or any(not isinstance(op, reads) for op in self._running)
 
     def stop(self, timeout_s: float) -> bool:
-        """Carry out what is queued, end the threads; whether all ended within this time."""
+        """Carry out what is queued, end the threads, leave the place; whether all that was done
+        within this time."""
         with self._lock:
             self._is_ending = True
             self._to_read.notify_all()
@@ -147,6 +154,14 @@ class Workers:
     def _run(self, waiting: threading.Condition, queue: "deque[Op]") -> None:
         while self._run_one(waiting, queue):
             pass  # a thread that waits must hold no cells: what it knows of one ends with the call
+        self._end_thread()
+
+    def _end_thread(self) -> None:
+        with self._lock:
+            self._thread_count -= 1
+            is_last = not self._thread_count
+        if is_last:
+            self._hands.leave()
 
     def _run_one(self, waiting: threading.Condition, queue: "deque[Op]") -> bool:
         with self._lock:
@@ -159,8 +174,7 @@ class Workers:
             ended = self._hands.run(op)
         except Exception as error:
             logger.exception("an operation ended by a bug")
-            error.__cause__ = error.__context__ = None
-            ended = Ended(op, error.with_traceback(None))
+            ended = Ended(op, bare(error))
         if isinstance(op, ClearOp):
             op.is_done.set()
         with self._lock:

@@ -9,6 +9,7 @@ import pytest
 
 from kvtide.core import messages as m
 from kvtide.core.reasons import Off, OffReason
+from kvtide.engines.vllm import lookups as lookups_side
 from kvtide.engines.vllm.metadata import LoadJob, StepPlan
 from kvtide.testing.vllm_toy import ToyEngine, ToyOptions
 from tests.engines.vllm.connector.toys import (
@@ -103,8 +104,12 @@ def test_an_error_in_the_scheduler_role(alone: Toys, name: str, at: int) -> None
 
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("name", WORKER_CALLS)
-def test_an_error_in_the_worker_role(alone: Toys, name: str, at: int) -> None:
+def test_an_error_in_the_worker_role(
+    alone: Toys, name: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same; whatever loads is still planned fails, and is reported."""
+    # The node promises what the worker seems to be still mapping; so long need nobody wait here.
+    monkeypatch.setattr(lookups_side, "PENDING_MS_MAX", 100)
     engine = alone.start(OPTIONS)
     held = stored(alone, engine, 70)
     (side,) = workers_of(engine)

@@ -197,20 +197,27 @@ def test_a_region_that_went_between_plan_and_copy(toys: Toys) -> None:
     engine = toys.start(OPTIONS)
     prompt = stored(toys, engine, 150)
     (worker,) = workers_of(engine)
-    original, gone = worker._copy_in, []
+    original, failed = worker._copy_in, []
 
-    def leave_first(*arguments: Any) -> set[int]:
-        if not gone:
-            gone.extend(worker._regions.numbers())
+    def leave_first(load: Any, block_ids: list[int], runs: Any) -> set[int]:
+        if failed:
+            return set(original(load, block_ids, runs))
+        left: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:  # told at once, the node offers them again
+            patch.setattr(worker._regions, "_on_left", left.append)
             worker._regions.leave_all()
             assert worker._regions.wait_empty(20.0)
-        return set(original(*arguments))
+            failed.extend(original(load, block_ids, runs))
+        for number in left:
+            worker._regions._on_left(number)
+        return set(failed)
 
     worker._copy_in = leave_first
     with reports(engine) as seen:
         result = engine.generate(prompt)
-    assert gone
+    assert len(failed) == 150 // 16
     assert_right(result, 1)
+    assert result.hit == 0
     assert list(seen.values()) == [1]
     toys.wait_open(engine)
     engine.reset()

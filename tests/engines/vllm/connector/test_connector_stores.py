@@ -11,7 +11,7 @@ import pytest
 from kvtide.clock import MonotonicClock
 from kvtide.core import messages as m
 from kvtide.core.chain import Chain
-from kvtide.core.plan import StorePlan
+from kvtide.core.plan import Granted, StorePlan
 from kvtide.engines.vllm.metadata import StepPlan
 from kvtide.engines.vllm.stores import ANSWER_MS_MAX, Stores
 from kvtide.metrics import Counters
@@ -35,6 +35,9 @@ class Link:
     def send(self, message: m.Message) -> bool:
         self.sent.append(message)
         return True
+
+    def abandon(self, number: int) -> None:
+        """Nobody waits for this answer any more."""
 
     def return_grants(self, grants: list[int]) -> None:
         self.returned += grants
@@ -186,10 +189,44 @@ def test_what_this_step_gives_out_is_copied_beyond_that() -> None:
     assert long.step([]) == [3, 4]
 
 
-def test_at_the_deadline_of_an_ended_request_all_of_it_is_copied() -> None:
+def test_what_this_step_gives_out_is_copied_beyond_that_no_more_than_once_again() -> None:
+    """A load of a long prompt takes all its blocks in one step; the others are gone then."""
+    long = Long()
+    long.end()
+    assert long.step(long.blocks) == [1, 2, 3, 4]
+    assert [long.step([]) for _ in range(4)] == [[]] * 4
+    assert long.link.returned == [5, 6, 7, 8, 9]
+
+
+def test_at_the_deadline_of_an_ended_request_as_much_again_is_copied() -> None:
+    """The rest goes back: this step shall not hold up the engine for longer than others."""
     long = Long()
     long.end()
     assert long.step([]) == [1, 2]
     long.now_ms += ANSWER_MS_MAX
-    assert long.step([]) == [3, 4, 5, 6, 7, 8, 9]
+    assert long.step([]) == [3, 4, 5, 6]
+    assert sorted(long.link.returned) == [7, 8, 9]
+    assert not long.stores.has_work
+
+
+def test_all_that_is_late_in_one_step_shares_one_budget() -> None:
+    long = Long()
+    long.end()
+    other = StorePlan(Chain(bytes(32), BLOCK, CHUNK))
+    other.granted.extend(Granted(grant, [3], m.Run(1, 0, 4, 5), 0) for grant in (21, 22))
+    long.tracker.store = other
+    long.end()
+    long.now_ms += ANSWER_MS_MAX
+    assert long.step([]) == [1, 2, 3, 4]
+    assert sorted(long.link.returned) == [5, 6, 7, 8, 9, 21, 22]
+
+
+def test_a_node_that_falls_silent_loses_an_ended_request_nothing_that_is_granted() -> None:
+    """Its memory is still there; each step copies what it may."""
+    long = Long()
+    long.end()
+    assert long.step([]) == [1, 2]
+    long.link.is_usable = False
+    assert [long.step([]) for _ in range(4)] == [[3, 4], [5, 6], [7, 8], [9]]
+    assert long.link.returned == []
     assert not long.stores.has_work

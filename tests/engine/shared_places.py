@@ -1,0 +1,130 @@
+"""Places that two nodes share, and that are taken away under them and given back."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from kvtide.testing import redis_servers
+from kvtide.testing.redis_servers import Server
+
+BYTES_MAX = 2**31
+NO_SAVES = "3600 1000000"
+"""A server saves when it is told to: without that, one that is killed has lost all."""
+
+
+class SharedPlace(Protocol):
+    """One of them."""
+
+    entry: dict[str, object]
+    """Of `tiers`."""
+
+    def take_away(self) -> None:
+        """Within a moment nobody reaches it; what it holds now is kept."""
+
+    def give_back(self) -> None:
+        """It is there again, with what it held."""
+
+    def lose(self) -> None:
+        """All at once it is there with nothing in it."""
+
+
+class ServerPlace:
+    """A Valkey server, killed and started again on its port."""
+
+    def __init__(self, server: Server) -> None:
+        self.entry: dict[str, object] = {
+            "type": "redis",
+            "bytes_max": BYTES_MAX,
+            "url": f"redis://127.0.0.1:{server.port}",
+        }
+        self._server = server
+
+    def take_away(self) -> None:
+        assert self._server.ask(b"SAVE") == b"OK"
+        self._server.kill()
+
+    def give_back(self) -> None:
+        self._server.start()
+
+    def lose(self) -> None:
+        self._server.kill()
+        (self._server.directory / "dump.rdb").unlink(missing_ok=True)
+        self._server.start()
+
+
+class DirectoryPlace:
+    """A directory: of a mount that goes and comes back, where mounts may be made, else renamed."""
+
+    def __init__(self, below: Path) -> None:
+        self._source, self._mount = below / "source", below / "mount"
+        for path in (self._source, self._mount):
+            path.mkdir()
+        self._is_mounted = _mount("-t", "tmpfs", "-o", f"size={BYTES_MAX}", "none", self._source)
+        self._path = self._mount / "kv"
+        self.entry: dict[str, object] = {
+            "type": "shared_dir",
+            "bytes_max": BYTES_MAX // 4,
+            "path": str(self._path),
+        }
+        if self._is_mounted:
+            assert _mount("--bind", self._source, self._mount)
+
+    def take_away(self) -> None:
+        if self._is_mounted:
+            _unmount(self._mount)  # lazily: files that are open stay so, as on a stale mount
+        else:
+            self._path.rename(self._mount / "away")
+
+    def give_back(self) -> None:
+        if self._is_mounted:
+            assert _mount("--bind", self._source, self._mount)
+        else:
+            (self._mount / "away").rename(self._path)
+
+    def lose(self) -> None:
+        """Somebody removes all that is in there."""
+        self._path.rename(self._mount / "lost")
+        self._path.mkdir(mode=0o700)
+
+    def close(self) -> None:
+        """Leave nothing mounted."""
+        if self._is_mounted:
+            for path in (self._mount, self._source):
+                _unmount(path)
+
+
+def _mount(*arguments: str | Path) -> bool:
+    """Whether it may be done here."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        return False
+    return subprocess.run(["mount", *arguments], capture_output=True, check=False).returncode == 0
+
+
+def _unmount(path: Path) -> None:
+    subprocess.run(["umount", "--lazy", path], capture_output=True, check=True)
+
+
+@contextmanager
+def server_place(directory: Path) -> Iterator[SharedPlace]:
+    """A Valkey server of its own."""
+    with redis_servers.running("valkey", directory, "--save", NO_SAVES) as server:
+        yield ServerPlace(server)
+
+
+@contextmanager
+def directory_place() -> Iterator[SharedPlace]:
+    """Not among pytest's own directories: what is mounted there it could not remove, if this
+    process were killed."""
+    below = Path(tempfile.mkdtemp(prefix="kvt-shared-"))
+    place = DirectoryPlace(below)
+    try:
+        yield place
+    finally:
+        with suppress(subprocess.CalledProcessError):
+            place.close()
+        shutil.rmtree(below, ignore_errors=True)

@@ -1,0 +1,80 @@
+"""The scheduler's session: what it owes the node whatever becomes of the connection."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvtide import config
+from kvtide.clock import MonotonicClock
+from kvtide.core import messages as m
+from kvtide.engines.vllm.session import EngineIdentity, EngineSession
+from kvtide.wire.places import Places
+
+WELCOME = m.Welcome(1, b"node", 1, 1)
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> EngineSession:
+    """Of an engine that no node serves yet."""
+    identity = EngineIdentity(
+        engine_id="one",
+        label="an engine",
+        fields={},
+        weights=(),
+        worker_count=1,
+        block_tokens=16,
+        chunk_tokens=16,
+        step_tokens=16,
+        may_load=True,
+        may_store=True,
+        failed_loads="recompute",
+        drops_last_block=False,
+        off=None,
+    )
+    given = {"KVTIDE_RUNTIME_DIR": str(tmp_path)}
+    return EngineSession(identity, config.read(environ=given), Places(tmp_path), MonotonicClock())
+
+
+def test_grants_on_their_way_when_the_connection_comes_back_are_returned_again(
+    session: EngineSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old connection has lost them: else their cells were lent until the worker's end."""
+    sent: list[m.Message] = []
+    is_back = threading.Event()
+
+    def come_back() -> None:
+        """On the link's thread, at once where nothing keeps it."""
+        if session._arrived.acquire(blocking=False):
+            session._arrived.release()
+            is_back.set()
+            session.on_up(WELCOME)
+
+    def send(message: m.Message) -> bool:
+        sent.append(message)
+        thread = threading.Thread(target=come_back)
+        thread.start()
+        thread.join()
+        return True
+
+    monkeypatch.setattr(session._link, "send", send)
+    session.return_grants([7])
+    if not is_back.is_set():
+        session.on_up(WELCOME)
+    assert sent == [m.GrantReturn([7])] * 2
+
+
+def test_grants_that_cannot_be_sent_go_back_with_the_next_connection(
+    session: EngineSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.return_grants([7])
+    session.return_grants([8])
+    sent: list[m.Message] = []
+
+    def send(message: m.Message) -> bool:
+        sent.append(message)
+        return True
+
+    monkeypatch.setattr(session._link, "send", send)
+    session.on_up(WELCOME)
+    assert sent == [m.GrantReturn([7, 8])]
