@@ -8,7 +8,6 @@ import pytest
 from kvtide.core.records import Record
 from kvtide.testing.tier_records import chain_of, keys_of, layout_of, root_of, text
 from kvtide.tiers.base import LookupJob, StoreOutcome
-from kvtide.tiers.disk.rows import Kind
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.s3 import names
 from kvtide.tiers.s3.mirror import Mirror
@@ -27,8 +26,7 @@ def knowing(*records: Record) -> Mirror:
     """A mirror that knows the kinds of these."""
     mirror = Mirror(Census(), "kvtide/1")
     for record in records:
-        kind = names.written(record, 0, bytes(16)).kind
-        mirror.kinds[kind] = Kind(record.root, record.layout)
+        mirror.learned(record.root, record.layout)
     return mirror
 
 

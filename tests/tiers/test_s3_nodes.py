@@ -117,9 +117,7 @@ def test_room_that_a_node_has_claimed_is_nobody_elses(
         assert claim not in bucket.names()
 
 
-def test_what_killed_writers_left_is_removed_by_who_starts(
-    server: Server, bucket: Bucket
-) -> None:
+def test_what_killed_writers_left_is_removed_by_who_starts(server: Server, bucket: Bucket) -> None:
     """Parts without a record, and a record whose parent never came; what is young is left."""
     first, second = chain_of(ROOT, SMALL, text(1, 8))
     with driven(server.port) as tier:

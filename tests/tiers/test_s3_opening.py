@@ -74,7 +74,7 @@ def test_a_url_names_a_bucket_and_what_names_begin_with(url: str, address: Addre
     ["", None, "records", "s3://", "s3:///x", "redis://x", "s3://a/b/c", "s3://a/..", "s3://a b"],
 )
 def test_what_names_no_bucket_is_refused(url: object) -> None:
-    with pytest.raises(ValueError, match="s3://|prefix"):
+    with pytest.raises(ValueError, match=r"s3://|prefix"):
         s3_address.parse_address(url)
 
 

@@ -10,14 +10,13 @@ itself), the look at everything finds, which is made when a place works again, t
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import chain
 
 from kvtide.codec.record import HEADER_BYTES_MAX, WRITE_ID_BYTES, read_header
 from kvtide.core.keys import KEY_BYTES
 from kvtide.errors import CorruptRecord, UnknownFormat
-from kvtide.tiers.disk.rows import Kind
 from kvtide.tiers.remote.kinds import kind_of
 from kvtide.tiers.s3 import names
 from kvtide.tiers.s3.client import LISTED_MAX, Client, Listed
@@ -34,6 +33,8 @@ GONE_S_MAX = 600.0
 GONE_ID_BYTES = KEY_BYTES + WRITE_ID_BYTES
 TOLD_MAX = 2048
 """Latest records that a list of what is gone names: more than a node deletes between two looks."""
+TRIES_MAX = 8
+"""Headers of one kind that are read between two looks at everything, where none can be read."""
 DELETED_MAX = 250
 """Records whose objects are deleted together."""
 
@@ -50,6 +51,7 @@ class Listing:
         self._mirror = mirror
         self._writer = writer
         self._seen: set[str] = set()
+        self._tries: Counter[bytes] = Counter()
         self._told: deque[bytes] = deque(maxlen=TOLD_MAX)
         self._told_names: list[str] = []
         self._folder = ""
@@ -119,13 +121,16 @@ class Listing:
     async def _take_in(self, page: Sequence[Listed]) -> None:
         for one in page:
             written = names.parse_record(self._mirror.top, one.name)
-            if written is None:
+            if written is None or self._mirror.take_in(written):
                 continue
-            if written.kind in self._mirror.kinds or await self._learn(one.name, written.kind):
+            if await self._learn(one.name, written.kind):
                 self._mirror.take_in(written)
 
     async def _learn(self, name: str, kind: bytes) -> bool:
         """What a kind stands for, which a header of its records says; whether it does."""
+        self._tries[kind] += 1
+        if self._tries[kind] > TRIES_MAX:
+            return False
         start = await self._client.get_start(name, HEADER_BYTES_MAX)
         if start is None:
             return False
@@ -135,7 +140,8 @@ class Listing:
             return False
         if kind_of(record.root, record.layout) != kind:
             return False
-        self._mirror.kinds[kind] = Kind(record.root, record.layout)
+        self._mirror.learned(record.root, record.layout)
+        del self._tries[kind]
         return True
 
     # ---- everything
@@ -151,6 +157,7 @@ class Listing:
             self._look_s, self._folder, self._after = now_s, "r", ""
             self._began_at = self._mirror.newest - LAG_MS
             self._ending = [one for one in self._clears if one[1].stamp < self._began_at]
+            self._tries.clear()
             self._mirror.begin_look()
 
     async def look(self) -> bool:

@@ -6,9 +6,9 @@
 
 TOP is `prefix/version`. A stamp is 12 hex digits of milliseconds, later than any that its writer
 had seen: names in order are writes in order, so what is new is listed without what is old. The
-rest is base64url of bytes of fixed length, and of the digests of all blocks but the last, whose digest
-begins the key. No two writes have one name, since each has a random id; and `parse_record` takes
-no name but the one that `record_name` makes.
+rest is base64url of bytes of fixed length, and of the digests of all blocks but the last, whose
+digest begins the key. No two writes have one name, since each has a random id; and `parse_record`
+takes no name but the one that `record_name` makes.
 """
 
 import base64

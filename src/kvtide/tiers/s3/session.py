@@ -72,7 +72,7 @@ class S3Session:
         self._limits = limits
         self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._call: "asyncio.Task[Any] | None" = None
+        self._call: asyncio.Task[Any] | None = None
         self._is_interrupted = False
         self._writer = os.urandom(8).hex()
         self._listing = Listing(client, mirror, self._writer)
