@@ -11,6 +11,7 @@ with each survey what is new, and now and then all names, a page at a time betwe
 import asyncio
 import os
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -126,12 +127,18 @@ class S3Session:
         self._loop = self._runner.get_loop()
         try:
             return self._runner.run(bounded())
+        except PlaceFailed as error:
+            reason = str(error)
+            _let_go(error)
         except TimeoutError as error:
-            raise PlaceFailed("it did not answer in time") from error
+            reason = "it did not answer in time"
+            _let_go(error)
         except asyncio.CancelledError as error:
-            raise PlaceFailed("it is being closed") from error
+            reason = "it is being closed"
+            _let_go(error)
         finally:
             self._call = None
+        raise PlaceFailed(reason)
 
     # ---- loads
 
@@ -281,3 +288,11 @@ class S3Session:
         if await self._delete_victims():
             return True
         return await self._listing.look()
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Of all frames that it came through: they have cells, and calls that have this error, and
+    nobody collects cycles."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.with_traceback(None).__context__
