@@ -1,6 +1,9 @@
-"""A store that says no, in the words of real ones; a proxy sends a tier to it and back."""
+"""A store that says no, in the words of real ones; a proxy sends a tier to it and back. And what
+gives keys to a container."""
 
+import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -54,5 +57,48 @@ def refusing(proxy: Proxy, status: int, code: str) -> Iterator[Refusals]:
         finally:
             proxy.target = target
             proxy.cut()
+            server.shutdown()
+            thread.join()
+
+
+class Keys(ThreadingHTTPServer):
+    """Gives keys that expire in a minute, as the agent of a container does; counts who asks."""
+
+    def __init__(self, access_key: str, secret_key: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Keys)
+        self.keys = {"AccessKeyId": access_key, "SecretAccessKey": secret_key, "Token": ""}
+        self.asked = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/keys"
+
+
+class _Keys(BaseHTTPRequestHandler):
+    server: Keys
+
+    def do_GET(self) -> None:
+        self.server.asked += 1
+        expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 60))
+        content = json.dumps({**self.server.keys, "Expiration": expires}).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Tests say enough."""
+
+
+@contextmanager
+def giving(access_key: str, secret_key: str) -> Iterator[Keys]:
+    """Such an agent, from start to end."""
+    with Keys(access_key, secret_key) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
             server.shutdown()
             thread.join()

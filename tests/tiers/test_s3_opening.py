@@ -17,9 +17,11 @@ from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers import registry
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
+from kvtide.tiers.breaker import FAILURES_MAX
 from kvtide.tiers.s3.opening import FileCredentials, place_of
 from kvtide.units import MiB
 from tests.tiers.redis_place import driving
+from tests.tiers.s3_answers import giving
 from tests.tiers.s3_place import Bucket, until
 
 CHAIN = chain_of(root_of(), layout_of(4096, 8192), text(1, 10))
@@ -32,6 +34,7 @@ def _no_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "nobody"))
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
 
 
 def options(**given: Any) -> Any:
@@ -109,7 +112,7 @@ def test_a_bucket_is_in_the_path_or_in_the_hosts_name(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"credentials_file": "/nowhere"}, "credentials_file /nowhere cannot be used"),
+        ({"credentials_file": "/nowhere"}, "credentials_file /nowhere cannot be read"),
         ({"credentials_file": "/dev/null"}, "no profile 'default'"),
         ({"ca_file": "/nowhere"}, "ca_file /nowhere cannot be read"),
         ({"ca_file": "/dev/null"}, "holds no certificate"),
@@ -160,6 +163,78 @@ def test_keys_are_found_in_the_usual_places(
             assert {name.split("/")[0] for name in Bucket(server.port).names()} == {"mine"}
         finally:
             tier.close(WAIT_S)
+
+
+def test_keys_of_a_container_are_asked_for_again_before_they_expire(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store takes other ones from now on; what it is signed with follows by itself."""
+    server = object_servers.rclone(tmp_path)
+    server.start()
+    with giving(ACCESS_KEY, SECRET_KEY) as keys:
+        (tmp_path / "token").write_text("of the pod")
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", keys.url)
+        monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
+        tier = opened(endpoint=server.endpoint)
+        try:
+            until(tier, lambda: tier.store(CHAIN[:1])[0].is_kept)
+            asked = keys.asked
+            server.kill()
+            at = server.commands[0].index(f"{ACCESS_KEY},{SECRET_KEY}")
+            server.commands[0][at] = "other,keys"
+            server.start()
+            keys.keys |= {"AccessKeyId": "other", "SecretAccessKey": "keys"}
+            until(tier, lambda: tier.load(CHAIN[0]) is LoadOutcome.LOADED)
+            assert keys.asked > asked
+        finally:
+            tier.close(WAIT_S)
+            server.kill()
+
+
+def test_a_file_of_keys_that_is_away_for_a_moment_costs_that_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says which file; nothing has to be restarted."""
+    monkeypatch.setattr("kvtide.tiers.s3.opening.CREDENTIALS_S", 0)
+    keys = tmp_path / "keys"
+    write_keys(keys, SECRET_KEY)
+    with object_servers.running("rclone", tmp_path / "server") as server:
+        tier = opened(endpoint=server.endpoint, credentials_file=str(keys))
+        try:
+            until(tier, lambda: tier.store(CHAIN[:1])[0].is_kept)
+            for content in (None, "[default]\naws_access_key_id = half\n", SECRET_KEY):
+                keys.unlink()
+                if content is not None:
+                    keys.write_text(content)
+                for _ in range(FAILURES_MAX):
+                    assert tier.load(CHAIN[0]) is LoadOutcome.FAILED
+                state = tier.tier.statistics().state
+                assert str(keys) in state
+                assert SECRET_KEY not in state
+                write_keys(keys, SECRET_KEY)
+                until(tier, lambda: tier.load(CHAIN[0]) is LoadOutcome.LOADED)
+        finally:
+            tier.close(WAIT_S)
+
+
+def test_a_bucket_in_the_hosts_name_is_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that only the server itself takes for its own: it stands for a resolver here."""
+    server = object_servers.rclone(tmp_path)
+    server.commands[0].append("--force-path-style=false")
+    server.start()
+    monkeypatch.setenv("HTTP_PROXY", server.endpoint)
+    write_keys(tmp_path / "keys", SECRET_KEY)
+    given = {"endpoint": "http://s3.test", "style": "host"}
+    tier = opened(**given, credentials_file=str(tmp_path / "keys"))
+    try:
+        until(tier, lambda: tier.store(CHAIN)[0].is_kept)
+        assert tier.load(CHAIN[0]) is LoadOutcome.LOADED
+    finally:
+        tier.close(WAIT_S)
+        server.kill()
+    assert list((tmp_path / "data" / "records").glob("kvtide/1/r/*"))
 
 
 def test_a_file_of_keys_says_when_it_is_to_be_read_again(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ KEPT_VARIABLES = (
     "XDG_CACHE_HOME",
     # Where a store like Amazon's is, and where its keys are: never keys themselves.
     "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ENDPOINT_URL_STS",
     "AWS_REGION",
     "AWS_DEFAULT_REGION",
     "AWS_PROFILE",

@@ -56,7 +56,8 @@ def open_s3(
 
 def place_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Where the bucket is: in its server's path, or in the name of its host."""
-    endpoint = options["endpoint"] or os.environ.get("AWS_ENDPOINT_URL")
+    endpoint = options["endpoint"] or os.environ.get("AWS_ENDPOINT_URL_S3")
+    endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL")
     region = options["region"] or os.environ.get("AWS_REGION")
     style = options["style"]
     is_host = style == "host" or (style == "auto" and endpoint is None)
@@ -83,8 +84,8 @@ def credentials_of(path: Path | None) -> "FileCredentials | None":
         found = FileCredentials(path)
         try:
             found()
-        except (OSError, ValueError, configparser.Error) as error:
-            raise ConfigError(f"credentials_file {path} cannot be used: {error}") from error
+        except ValueError as error:
+            raise ConfigError(f"credentials_file {error}") from error
         return found
     if "AWS_ACCESS_KEY_ID" in environment or "AWS_WEB_IDENTITY_TOKEN_FILE" in environment:
         return None
@@ -92,7 +93,7 @@ def credentials_of(path: Path | None) -> "FileCredentials | None":
     found = FileCredentials(Path(usual).expanduser())
     try:
         found()
-    except (OSError, ValueError, configparser.Error):
+    except ValueError:
         return None
     return found
 
@@ -107,15 +108,22 @@ class FileCredentials:
         self._path = path
 
     def __call__(self) -> dict[str, Any]:
-        """As the library wants them; raises OSError, ValueError or configparser.Error."""
+        """As the library wants them.
+
+        Raises:
+            ValueError: says why there are none, without a word of what the file holds.
+        """
         parser = configparser.RawConfigParser()
-        with self._path.open() as file:
-            parser.read_file(file)
+        try:
+            parser.read_string(self._path.read_text())
+        except OSError as error:
+            raise ValueError(f"{self._path} cannot be read: {error.strerror}") from None
+        except (configparser.Error, UnicodeError):
+            raise ValueError(f"{self._path} is not as ~/.aws/credentials is") from None
         profile = os.environ.get("AWS_PROFILE", "default")
-        if not parser.has_option(profile, "aws_access_key_id"):
-            raise ValueError(f"no profile {profile!r} with aws_access_key_id")
-        if not parser.has_option(profile, "aws_secret_access_key"):
-            raise ValueError(f"no profile {profile!r} with aws_secret_access_key")
+        for name in ("aws_access_key_id", "aws_secret_access_key"):
+            if not parser.has_option(profile, name):
+                raise ValueError(f"{self._path} has no profile {profile!r} with {name}")
         return {
             "access_key_id": parser.get(profile, "aws_access_key_id"),
             "secret_access_key": parser.get(profile, "aws_secret_access_key"),
