@@ -4,8 +4,9 @@ gives keys to a container."""
 import json
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from kvtide.testing.proxy import Proxy
@@ -44,12 +45,24 @@ class _Refusal(BaseHTTPRequestHandler):
 
 
 @contextmanager
+def served(server: ThreadingHTTPServer) -> Iterator[None]:
+    """It answers within this."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
 def refusing(proxy: Proxy, status: int, code: str) -> Iterator[Refusals]:
     """Within it whoever asks behind this proxy is refused."""
     target = proxy.target
-    with Refusals(status, code) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    server = Refusals(status, code)
+    with served(server):
         proxy.target = ("127.0.0.1", server.server_address[1])
         proxy.cut()
         try:
@@ -57,8 +70,48 @@ def refusing(proxy: Proxy, status: int, code: str) -> Iterator[Refusals]:
         finally:
             proxy.target = target
             proxy.cut()
-            server.shutdown()
-            thread.join()
+
+
+class Front(ThreadingHTTPServer):
+    """Passes all on to a server but `DeleteObjects`, which it says it does not know."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Front)
+        self.port = port
+        self.refused = 0
+
+
+class _Front(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Front
+
+    def pass_on(self) -> None:
+        content = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self.command == "POST":
+            self.server.refused += 1
+            self.reply(501, {}, ERROR.format(code="NotImplemented").encode())
+            return
+        with closing(HTTPConnection("127.0.0.1", self.server.port)) as behind:
+            behind.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                behind.putheader(name, value)
+            behind.endheaders(content)
+            answer = behind.getresponse()
+            self.reply(answer.status, dict(answer.getheaders()), answer.read())
+
+    def reply(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "transfer-encoding", "date", "server"):
+                self.send_header(name, value)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_PUT = do_POST = do_DELETE = pass_on
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Tests say enough."""
 
 
 class Keys(ThreadingHTTPServer):
@@ -89,16 +142,3 @@ class _Keys(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Tests say enough."""
-
-
-@contextmanager
-def giving(access_key: str, secret_key: str) -> Iterator[Keys]:
-    """Such an agent, from start to end."""
-    with Keys(access_key, secret_key) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()

@@ -66,7 +66,7 @@ class TestRclone(S3Tests):
     program = "rclone"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 class TestMoto(S3Tests):
     program = "moto"
 

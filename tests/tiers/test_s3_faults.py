@@ -20,7 +20,7 @@ from kvtide.tiers.s3 import names
 from kvtide.tiers.s3.session import Limits
 from kvtide.units import KiB, MiB
 from tests.tiers.certificates import made_certificates
-from tests.tiers.s3_answers import refusing
+from tests.tiers.s3_answers import Front, refusing, served
 from tests.tiers.s3_place import TOP, Bucket, driven, until
 
 ROOT = root_of()
@@ -198,6 +198,20 @@ def test_wrong_keys_are_said_in_words(server: Server, bucket: Bucket) -> None:
         assert "SignatureDoesNotMatch" in tier.tier.statistics().state
         assert tier.find([record]) == []
     assert bucket.names() == []
+
+
+def test_a_store_that_deletes_objects_only_singly_is_as_good(
+    server: Server, bucket: Bucket
+) -> None:
+    """What is evicted, replaced and cleared goes, at a request for each object."""
+    front = Front(server.port)
+    with served(front), driven(front.server_address[1], bytes_max=2 * MiB) as tier:
+        for number in range(0, 4):
+            tier.keep(records(1, number))
+            assert bucket.bytes_taken() <= 2 * MiB
+        assert tier.tier.clear(None) == 1
+        until(tier, lambda: bucket.names(f"{TOP}/r") == [])
+        assert front.refused > 0
 
 
 @pytest.mark.parametrize("trusted", [False, True])

@@ -21,7 +21,7 @@ from kvtide.tiers.breaker import FAILURES_MAX
 from kvtide.tiers.s3.opening import FileCredentials, place_of
 from kvtide.units import MiB
 from tests.tiers.redis_place import driving
-from tests.tiers.s3_answers import giving
+from tests.tiers.s3_answers import Keys, served
 from tests.tiers.s3_place import Bucket, until
 
 CHAIN = chain_of(root_of(), layout_of(4096, 8192), text(1, 10))
@@ -171,7 +171,8 @@ def test_keys_of_a_container_are_asked_for_again_before_they_expire(
     """The store takes other ones from now on; what it is signed with follows by itself."""
     server = object_servers.rclone(tmp_path)
     server.start()
-    with giving(ACCESS_KEY, SECRET_KEY) as keys:
+    keys = Keys(ACCESS_KEY, SECRET_KEY)
+    with served(keys):
         (tmp_path / "token").write_text("of the pod")
         monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", keys.url)
         monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))

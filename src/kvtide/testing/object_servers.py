@@ -1,9 +1,9 @@
 """Real object stores for tests: moto, rclone, and Ceph's radosgw.
 
-`scripts/setup` installs the first two, `.ci/run` the last where it may. Each runs on a free port,
-has one bucket, and ends with its test. Moto takes any credentials; the others verify them. rclone
-keeps objects as files, knows no conditions, and answers a range with all there is. Ceph is a
-monitor, a manager, one store in memory and the gateway: fifteen seconds, and the most faithful.
+`scripts/setup` installs the first two; the last is Debian's, for who has it. Each runs on a free
+port, has one bucket, and ends with its test. Moto takes any credentials; the others verify them.
+rclone keeps objects as files, knows no conditions, and answers a range with all there is. Ceph is
+a monitor, a manager, one store in memory and the gateway: fifteen seconds, and the most faithful.
 """
 
 import os

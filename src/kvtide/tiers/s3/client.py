@@ -29,6 +29,10 @@ LISTED_MAX = 1000
 """Names of one answer; S3 gives no more."""
 REASON_CHARS_MAX = 300
 _SAID = re.compile(r"<Code>(\w+)</Code>(?:.*?<Message>([^<]*)</Message>)?", re.DOTALL)
+_LACKS_DELETES = re.compile(r"<Code>(NotImplemented|MethodNotAllowed|InvalidRequest)</Code>")
+"""Said by servers that know no `DeleteObjects`, or not this one."""
+SINGLY_MAX = 16
+"""Objects that are removed at once where each takes a request of its own."""
 _STEADY: dict[str, Any] = {"allow_http": True, "http1_only": True}
 """A connection for each call under way: one that stalls holds up no other."""
 _FAILURES = (BaseError, OSError, ValueError)
@@ -67,15 +71,16 @@ class Client:
     ) -> None:
         """Nothing is asked yet."""
         known: Any = {"unsigned_payload": True, **config}
+        singly: Any = {**known, "disable_bulk_delete": True}
         options: Any = {**_STEADY, "timeout": timedelta(seconds=limit_s), **connection}
+        both: dict[str, Any] = {
+            "client_options": options,
+            "retry_config": {"max_retries": 0},
+            "credential_provider": credentials,
+        }
         try:
-            self._store = S3Store(
-                bucket,
-                config=known,
-                client_options=options,
-                retry_config={"max_retries": 0},
-                credential_provider=credentials,
-            )
+            self._store = S3Store(bucket, config=known, **both)
+            self._singly = S3Store(bucket, config=singly, **both)
         except _FAILURES as error:
             raise ConfigError(f"it cannot be opened: {_reason(error)}") from error
 
@@ -146,6 +151,22 @@ class Client:
         try:
             await obstore.delete_async(self._store, list(names))
         except _FAILURES as error:
+            if not (_is_absence(error) or _LACKS_DELETES.search(str(error))):
+                raise PlaceFailed(_reason(error)) from error
+        else:
+            return
+        ahead = asyncio.Semaphore(SINGLY_MAX)
+
+        async def delete_one(name: str) -> None:
+            async with ahead:
+                await self._delete_one(name)
+
+        await gathered([asyncio.ensure_future(delete_one(name)) for name in names])
+
+    async def _delete_one(self, name: str) -> None:
+        try:
+            await obstore.delete_async(self._singly, [name])
+        except _FAILURES as error:
             if not _is_absence(error):
                 raise PlaceFailed(_reason(error)) from error
 
@@ -173,7 +194,9 @@ async def gathered(calls: "Sequence[asyncio.Future[Any]]", *, are_needed: bool =
 
 def _is_absence(error: Exception) -> bool:
     """Whether the object is not there; a bucket that is not there is a failure."""
-    return isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error)
+    said = str(error)
+    is_one = isinstance(error, FileNotFoundError) or "(code: NoSuchKey)" in said
+    return is_one and "NoSuchBucket" not in said
 
 
 def _reason(error: Exception) -> str:
