@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks import lmcache_server
 from benchmarks.hook_reports import REPORTS
-from benchmarks.lmcache_server import LMCacheServer, run_server
+from benchmarks.lmcache_server import LMCacheServer, files_below, resp_below, run_server
 from benchmarks.outside import Directory, Outside, Valkey
 from kvtide.testing import redis_servers
 from kvtide.testing.nodes import stop_nodes
@@ -196,14 +196,14 @@ def _lmcache(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine
 def _lmcache_disk(setting: Setting) -> contextlib.AbstractContextManager[ServedEngine]:
     files = setting.directory / "lmcache-files"
     setting.running.places[Arm.LMCACHE_DISK] = Directory(files)
-    return _with_lmcache(setting, Arm.LMCACHE_DISK, lmcache_server.disk(files))
+    return _with_lmcache(setting, Arm.LMCACHE_DISK, files_below("fs_native", files))
 
 
 @contextlib.contextmanager
 def _lmcache_resp(setting: Setting) -> Iterator[ServedEngine]:
     with redis_servers.running("valkey", setting.directory / "valkey-lmcache") as server:
         setting.running.places[Arm.LMCACHE_RESP] = Valkey(server)
-        below = lmcache_server.server(server.port)
+        below = resp_below(server.port)
         with _with_lmcache(setting, Arm.LMCACHE_RESP, below) as engine:
             yield engine
 

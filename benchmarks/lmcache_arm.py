@@ -34,10 +34,10 @@ class Adapter:
         self._answer()
 
     def put(self, depth: int) -> None:
-        assert self._ask(f"put {depth}") is True, "LMCache does not store"
+        self._move(f"put {depth}")
 
     def get(self, depth: int) -> None:
-        assert self._ask(f"get {depth}") is True, "LMCache does not load"
+        self._move(f"get {depth}")
 
     def settle(self) -> None:
         """LMCache evicts elsewhere, or not at all: that is not what is compared."""
@@ -51,7 +51,8 @@ class Adapter:
 
     def cpu_s(self) -> float:
         answer = self._ask("cpu")
-        assert isinstance(answer, float), answer
+        if not isinstance(answer, float):
+            raise ProgramError(f"LMCache's adapter says {answer!r} for its seconds of CPU")
         return answer
 
     def close(self) -> None:
@@ -61,6 +62,10 @@ class Adapter:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
+
+    def _move(self, command: str) -> None:
+        if self._ask(command) is not True:
+            raise ProgramError(f"LMCache's adapter did not {command} for all; see {self._log}")
 
     def _ask(self, command: str) -> object:
         assert self._process.stdin is not None

@@ -4,9 +4,8 @@ In its multiprocess mode, the worker copying (`engine_driven`) through shared me
 of its modes on a CPU, from an environment of its own (scripts/setup_lmcache), with its log and its
 metrics quiet.
 
-With a place below, which one of its adapters keeps (`disk`: files by its `fs_native`, past the
-page cache as kvtide does, its faster way to what is not in there; `server`: by its `resp`), it
-keeps in memory what it has read (`retain`). `clear` empties that memory: the next hit comes from
+With a place below, which one of its adapters keeps (`files_below`, `resp_below`), it keeps in
+memory what it has read (`retain`). `clear` empties that memory: the next hit comes from
 the place.
 
 Rejected: `skip_l1`, which never keeps anything in memory. A request that hits in the engine's own
@@ -109,13 +108,14 @@ class LMCacheServer(LeashedProgram):
             left.unlink(missing_ok=True)
 
 
-def disk(files: Path) -> Mapping[str, object]:
-    """The adapter that keeps files in a directory."""
-    return {"type": "fs_native", "base_path": str(files), "use_odirect": True}
+def files_below(name: str, files: Path) -> Mapping[str, object]:
+    """The adapter `fs`, or in C++ `fs_native`, that keeps files in a directory; past the page
+    cache as kvtide does, its faster way to what is not in there."""
+    return {"type": name, "base_path": str(files), "use_odirect": True}
 
 
-def server(port: int) -> Mapping[str, object]:
-    """The adapter that keeps values on a Redis or Valkey server."""
+def resp_below(port: int) -> Mapping[str, object]:
+    """The adapter, in C++, that keeps values on a Redis or Valkey server."""
     return {"type": "resp", "host": LOOPBACK, "port": port}
 
 
@@ -128,14 +128,14 @@ def require_lmcache() -> None:
 def run_server(log: Path, below: Mapping[str, object] | None = None) -> Iterator[LMCacheServer]:
     """A server that may be asked; ended on the way out."""
     require_lmcache()
-    started = LMCacheServer(log, below)
-    started.launch(started.command(), environment(**VARIABLES))
+    server = LMCacheServer(log, below)
+    server.launch(server.command(), environment(**VARIABLES))
     try:
-        with started:
-            started.wait_listening()
-            yield started
+        with server:
+            server.wait_listening()
+            yield server
     finally:
-        started.remove_memory()
+        server.remove_memory()
 
 
 def _free_port() -> int:

@@ -4,16 +4,14 @@
 
 A plain loop has a file for each record, which it writes and reads whole with O_DIRECT, by as many
 threads as records are under way, and removes one of the oldest for each that it writes. One that
-syncs each file before it gets its name, as the
-tier does (what a server refuses shows there), is shown beside; it is the slower one where a sync
-costs anything. LMCache's adapters for directories (`fs`, and `fs_native`, in C++) run in a process
-of their own, past the page cache too. How they are compared, and what is shown, says
-benchmarks/places.py.
+syncs each file, as the tier does before it gives it its name (what a server refuses shows there),
+is shown beside; it is the slower one where a sync costs anything. LMCache's adapters for
+directories (`fs`, and `fs_native`, in C++) run in a process of their own, past the page cache too.
+How they are compared, and what is shown, says benchmarks/places.py.
 
 `--quick` measures few rounds, of one size alone, and decides nothing.
 """
 
-import argparse
 import mmap
 import os
 import sys
@@ -22,28 +20,28 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.lmcache_arm import Adapter
+from benchmarks.lmcache_server import files_below
 from benchmarks.paths_disk import as_in_the_node, directory
 from benchmarks.places import (
     DEPTHS,
     HEAD,
     HELD_ROUNDS,
     ROUND_BYTES,
-    SIZES,
     Arm,
     Arms,
     Budgets,
     Cell,
+    Extent,
     Here,
     Memory,
     Tier,
     closing,
     measured,
+    parser_of,
 )
 from kvtide.units import KiB, MiB
 
 HEADER_BYTES = 4 * KiB
-ROUNDS, QUICK_ROUNDS = 20, 3
-QUICK_SIZES = (4 * MiB,)
 
 
 class Files(Here):
@@ -115,37 +113,30 @@ def arms_of(below: Path, memory: Memory, piece_bytes: int) -> Arms:
             bytes_max=cap_bytes,
         ),
         others={
-            f"LMCache {name}": Adapter(
-                {"type": name, "base_path": str(below / name), "use_odirect": True},
-                piece_bytes,
-                log,
-            )
+            f"LMCache {name}": Adapter(files_below(name, below / name), piece_bytes, log)
             for name in ("fs", "fs_native")
         },
     )
 
 
-def run(below: Path | None, sizes: Sequence[int], rounds: int) -> list[Cell]:
+def run(below: Path | None, extent: Extent) -> list[Cell]:
     """All sizes."""
     cells, memory = [], Memory()
-    print(f"rounds of {ROUND_BYTES // MiB} MiB, medians of {rounds}\n{HEAD}")
-    for piece_bytes in sizes:
+    print(f"rounds of {ROUND_BYTES // MiB} MiB, medians of {extent.rounds}\n{HEAD}")
+    for piece_bytes in extent.sizes:
         with directory(below) as path, closing(arms_of(path, memory, piece_bytes)) as arms:
-            cells += measured(arms, piece_bytes, rounds)
+            cells += measured(arms, piece_bytes, extent.rounds)
     return cells
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure; 1 where the goal is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--directory", type=Path, help="on the file system to be measured")
     options = parser.parse_args(argv)
-    rounds, sizes = (QUICK_ROUNDS, QUICK_SIZES) if options.quick else (ROUNDS, SIZES)
     with as_in_the_node():
-        budgets = Budgets({"shared_dir": run(options.directory, sizes, rounds)})
-    is_met = budgets.show()
-    return 0 if is_met or options.quick else 1
+        budgets = Budgets({"shared_dir": run(options.directory, options.extent)})
+    return budgets.show(options.extent)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 RESET_S_MAX = 10.0
 OUTPUT_TOKENS = 4
 
-# Budgets of the issue this benchmark was written for.
+# Budgets.
 COPIES_MAX, FIXED_MS_MAX = 1.25, 8.0
 RIVAL_RATIO_MAX, RIVAL_LENGTHS = 0.5, (508, 2008, 6008)
 SPEED_UP_RATIO_MIN, SPEED_UP_LENGTH = 0.85, 2008

@@ -218,8 +218,9 @@ KEYS = (
         owner="engine",
         accepts="`none` or `reset`",
         doc="Whether weights may change under a running engine. `none`: an engine set up for it is"
-        " not cached. `reset`: it is, on the word of whoever sets this that the trainer resets the"
-        " prefix cache, external part included, on each update.",
+        " not cached, nor are requests with adapters where VLLM_ALLOW_RUNTIME_LORA_UPDATING is"
+        " set. `reset`: they are, on the word of whoever sets this that the prefix cache, external"
+        " part included, is reset on each update, and on each load of an adapter in place.",
     ),
     Key(
         "any_engine_version",

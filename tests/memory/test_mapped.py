@@ -188,16 +188,17 @@ def test_a_fault_while_one_region_is_populated_costs_that_one(
 
 def test_regions_leave_the_engine_descriptors(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host of hundreds of GiB has more regions than a process may open files."""
-    open_count = 100
+    open_count = 1024 - DESCRIPTORS_LEFT_MIN
     monkeypatch.setattr(mapped_module, "_open_count", lambda: open_count)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
-    open_count = 1024 - DESCRIPTORS_LEFT_MIN
     said.offer(1)
     assert said.next() == ("open", 1)
     open_count += 1
     said.offer(2)
     assert said.next() == ("failed", 2)
-    assert "ulimit -n" in said.detail
+    assert said.detail == (
+        "769 of 1024 open files are in use, and 256 are left to the engine: raise `ulimit -n`"
+    )
     open_count -= 1
     said.offer(2)
     assert said.next() == ("open", 2), "the engine has closed one"

@@ -226,3 +226,31 @@ def test_another_package_cannot_take_the_name_of_a_type_of_ours(site: Path) -> N
 def test_every_type_of_ours_can_be_loaded(name: str) -> None:
     """And what its entries may say is what settings are read by."""
     assert registry.load(name).options is tier_values.BUILT_IN[name]
+
+
+HANGING = """
+from dataclasses import replace
+from threading import Event
+from kvtide_sqlite import TYPE as SQLITE
+
+def open_hanging(*arguments):
+    tier = SQLITE.open(*arguments)
+    tier.close = lambda timeout_s: Event().wait()
+    return tier
+
+TYPE = replace(SQLITE, open=open_hanging)
+"""
+"""A tier whose end does not come."""
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("example")
+def test_a_package_that_hangs_at_its_end_does_not_keep_a_node_from_ending(
+    new_node: StartNode, site: Path, tmp_path: Path
+) -> None:
+    install(site, "hanging_tier", {"hanging": "hanging_tier:TYPE"})
+    (site / "hanging_tier.py").write_text(HANGING)
+    node = new_node(tiers=json.dumps([entry(tmp_path, type="hanging", name="lite")]))
+    node.start()
+    node.end()
+    assert "tier lite is left behind" in node.log()

@@ -1,24 +1,27 @@
 """Between machine and tiers: what a tier is told, and when."""
 
 import asyncio
+import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kvtide import config
+from kvtide.bounds import T_STOP_S
 from kvtide.clock import MonotonicClock
 from kvtide.core import effects as fx
 from kvtide.core import messages as m
 from kvtide.core.layout import KVLayout
 from kvtide.core.records import Record, RootName
 from kvtide.node import build, runtime
+from kvtide.node import tiers as node_tiers
 from kvtide.node.memory import RegionFiles, allocate
-from kvtide.node.tiers import HEALTH_MS, Tiers
+from kvtide.node.tiers import CLOSE_LATE_S_MAX, CLOSE_S_MAX, HEALTH_MS, Tiers
 from kvtide.testing.memory_tier import MemoryTier
 from kvtide.tiers.base import Done, Found, LoadOutcome, Stored, StoreOutcome
 from kvtide.tiers.disk import opening
@@ -111,6 +114,84 @@ def test_a_tier_is_not_polled_while_it_is_closed(tmp_path: Path) -> None:
 
     asyncio.run(live())
     assert not polled_late
+
+
+class Hanging(Recorder):
+    """Is not closed before it may be."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+        self.may_end = threading.Event()
+
+    def close(self, timeout_s: float) -> None:
+        assert self.may_end.wait(60)
+        super().close(timeout_s)
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
+    """A tier that hangs at its end, for as long as the test runs; it is waited for briefly."""
+    monkeypatch.setattr(node_tiers, "CLOSE_LATE_S_MAX", 0.1 - CLOSE_S_MAX)
+    tier = Hanging()
+    tier.name = "hanging"
+    yield tier
+    tier.may_end.set()
+
+
+def test_a_node_ends_though_a_tier_hangs_at_its_end(
+    tmp_path: Path, hanging: Hanging, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Contract 10. Others are closed meanwhile."""
+    other = Recorder(lambda: None)
+
+    async def live() -> None:
+        node = runtime.Runtime(
+            fresh_machine(), MonotonicClock(), Places(tmp_path), [], tiers=[hanging, other]
+        )
+        node.listen()
+        node.stop("the test is over", on_purpose=True)
+        try:
+            assert await asyncio.wait_for(node.run(), 20) == 0
+        finally:
+            hanging.may_end.set()
+
+    asyncio.run(live())
+    assert other.is_closed
+    assert "tier hanging is left behind" in caplog.text
+
+
+def test_a_node_ends_within_its_bound_whatever_tiers_and_memory_take() -> None:
+    assert CLOSE_S_MAX + CLOSE_LATE_S_MAX + runtime.STOP_S_MAX < T_STOP_S
+
+
+def test_a_tier_that_hangs_at_its_end_does_not_keep_a_failed_start_from_ending(
+    tmp_path: Path, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two places one can be opened, and is closed again where somebody waits for both."""
+
+    def opened(opening: build.Opening) -> Hanging:
+        if opening.entry.name == "other":
+            raise config.ConfigError("the other cannot be opened")
+        return hanging
+
+    monkeypatch.setattr(build.Opening, "_opened", opened)
+    entries = [{"type": "shared_dir", "path": str(tmp_path), "bytes_max": "1GiB"}]
+    entries += [entries[0] | {"name": "other"}]
+    node = config.read(environ={"KVTIDE_TIERS": json.dumps(entries)}).node
+    ended = []
+
+    def start() -> None:
+        with pytest.raises(config.ConfigError, match="the other cannot"):
+            build.open_tiers(node, 1 << 30, build.Way.FOREGROUND, lambda: None)
+        ended.append(True)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join(20)
+    has_ended = bool(ended)
+    hanging.may_end.set()
+    thread.join()
+    assert has_ended
 
 
 def test_a_disk_that_does_not_answer_does_not_keep_a_node_from_serving(
@@ -249,23 +330,29 @@ def test_what_a_tier_raises_costs_that_tier(fault: str, caplog: pytest.LogCaptur
     assert stub.calls == ["clear"], "its next start shall find nothing of that"
 
 
+MORE = Record(ROOT, RECORD.key, b"l" * 32, b"l" * 16, LAYOUT)
+MOST = Record(ROOT, MORE.key, b"m" * 32, b"m" * 16, LAYOUT)
 OTHER = Record(ROOT, b"p" * 32, b"k" * 32, b"k" * 16, LAYOUT)
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("said", "why"),
     [
-        Stored(1, StoreOutcome.STORED),
-        Stored(7, StoreOutcome.STORED),
-        Found(1, [OTHER], may_go_on=False),
-        Found(1, [RECORD, RECORD], may_go_on=False),
-        Found(2, [], may_go_on=False),
-        Stored(1, "good"),  # type: ignore[arg-type]
-        None,
+        (Stored(1, StoreOutcome.STORED), "KeyError(1)"),
+        (Stored(7, StoreOutcome.STORED), "KeyError(7)"),
+        (Found(1, [OTHER], may_go_on=False), "record 0 of 1 has another parent"),
+        (Found(1, [RECORD, RECORD], may_go_on=False), "record 1 of 2 has another parent"),
+        (Found(1, [RECORD, MORE, MOST], may_go_on=False), "record 2 of 3 is too many"),
+        (Found(2, [], may_go_on=False), "KeyError(2)"),
+        (Stored(1, "good"), "'good' is not a valid StoreOutcome"),  # type: ignore[arg-type]
+        (None, "AssertionError"),
     ],
-    ids=["twice", "unasked", "another chain", "too much", "of a load", "no outcome", "nothing"],
+    ids=[
+        *("twice", "unasked", "another chain", "twice the same", "too many"),
+        *("of a load", "no outcome", "nothing"),
+    ],
 )
-def test_what_a_tier_may_not_say_costs_that_tier(said: Done) -> None:
+def test_what_a_tier_may_not_say_costs_that_tier(said: Done, why: str) -> None:
     """The machine is told what came before that, and of lookups that nothing was found."""
     stub = Stub()
     fed = Fed(stub)
@@ -274,6 +361,7 @@ def test_what_a_tier_may_not_say_costs_that_tier(said: Done) -> None:
     stub.says = [Stored(1, StoreOutcome.STORED), said]
     fed.tiers.poll()
     assert "for a fault of its own" in fed.states[0]
+    assert why in fed.states[0]
     assert fed.events == [
         fx.TierFound(1, [], may_go_on=False),
         fx.TierStored(1, StoreOutcome.STORED, is_ok=True),

@@ -54,7 +54,7 @@ def test_an_index_that_cannot_be_written_anew_waits_for_the_next_removal(
         for turn in range(2):
             with faults.stalled(call):
                 take_away(tier, *[(0, GONE), (GONE, 1)][turn])
-                while not faults._waiting:
+                while not faults.stalled_count:
                     tier.poll_for(0.01)
             assert disk._workers.wait_result(30)
             tier.poll()

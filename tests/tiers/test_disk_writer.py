@@ -159,9 +159,9 @@ def test_a_log_that_is_spoiled_costs_one_segment(kv: Path) -> None:
             jobs.append(tier.submit_store(second))
             while not disk_of(tier)._workers._written:
                 tier.poll_for(0.01)
-            faults.stall(Call.PUNCH)  # the second is not done with before the first was told of
-            with faults._change:
-                faults._change.notify_all()
+            # The second is not done with before the first was told of.
+            faults.stall(Call.FREE_SPACE, Call.PUNCH)
+            faults.release(Call.FREE_SPACE)
             assert tier.stored(jobs[0]) is StoreOutcome.FAILED
             tier.submit_store(others[0])
         assert tier.stored(jobs[1]) is StoreOutcome.FAILED

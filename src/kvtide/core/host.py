@@ -1,6 +1,6 @@
 """The host tier's memory: regions of each layout, how they grow, move and go back.
 
-    making ─RegionMade─► ready ─(told to leave)─► leaving ─(cells free, workers gone)─► freed
+    planned ─MakeRegion─► making ─RegionMade─► ready ─(told to leave)─► leaving ─► freed
 
 A region has one memory file for each shard, all cut alike, so one (region, cell) names the same
 cell in every shard: an entry is lent in all shards or in none, by construction. A region is *open*
@@ -63,6 +63,7 @@ class Region:
         """Bytes over all shards."""
         self.entries: dict[int, Entry] = {}
         """Whose cells they are, by the first of them: attached entries and loose ones."""
+        self.planned_since_ms = 0
         self.is_ready = False
         self.ready_since_ms = 0
         self.is_leaving = False
@@ -140,6 +141,10 @@ class Host:
         )
         return free_cells * layout.block_bytes
 
+    def free_chunks(self, layout: KVLayout) -> int:
+        """Whole chunks that there are cells for in regions that may be lent from."""
+        return sum(region.cells.free_slots for region in self.usable(layout))
+
     def region_slots(self, layout: KVLayout) -> int:
         """Slots of a new region of this layout."""
         part = self.size_bytes // REGIONS_PER_HOST // layout.chunk_bytes
@@ -169,13 +174,20 @@ class Host:
             return False
         return self.free_bytes(layout) < div_ceil(self.region_bytes(layout), 2)
 
+    def will_grow(self, layout: KVLayout) -> bool:
+        """Whether a region of this layout is made next, or being made."""
+        if self.is_growing(layout):
+            return True
+        return self.has_room(layout) and self.wants_region(layout)
+
     def has_room(self, layout: KVLayout) -> bool:
         """Whether one more region of this layout fits below the limit."""
         return self.allocated_bytes + self.region_bytes(layout) <= self.reachable_bytes
 
-    def make(self, layout: KVLayout) -> Region:
+    def make(self, layout: KVLayout, now_ms: int) -> Region:
         """A new region, not ready yet."""
         region = Region(self._next_region, layout, self.region_slots(layout))
+        region.planned_since_ms = now_ms
         self._next_region += 1
         self.regions[region.number] = region
         self._of.setdefault(layout, {})[region.number] = region

@@ -216,14 +216,10 @@ class Lending:
 
     def is_growing(self, entry: Entry, instance: Instance) -> bool:
         """Whether fresh memory is on its way to this engine: then nothing need be evicted."""
-        return any(
-            not region.is_ready
-            or (
-                region.number not in instance.open_regions
-                and entry.used_ms - region.ready_since_ms < MAP_MS_MAX
-            )
-            for region in self._host.of(entry.layout)
-            if not region.is_leaving
+        return self._host.will_grow(entry.layout) or any(
+            region.number not in instance.open_regions
+            and entry.used_ms - region.ready_since_ms < MAP_MS_MAX
+            for region in self._host.usable(entry.layout)
         )
 
     def _evict_for(self, instance: Instance) -> bool:

@@ -115,7 +115,8 @@ class Machine:
             shown, self.index.shown = self.index.shown, []
             self.writes.held(shown)
         if not (isinstance(event, Received) and isinstance(event.message, READING)):
-            self.regions.keep_ahead(self._presence.layouts_in_use(), now_ms)
+            layouts = self._presence.layouts_in_use()
+            self.regions.keep_ahead(layouts, now_ms, self.promotions.chunks_to_load)
         return self.take_effects()
 
     def _received(self, connection: int, message: m.Message) -> None:

@@ -21,11 +21,10 @@ class Name(NamedTuple):
 
 
 class Promotion:
-    """One lookup that waits for tiers."""
+    """From the first tier that is asked to the answer."""
 
     __slots__ = (
         "began_ms",
-        "chunks",
         "ends_ms",
         "instance",
         "is_asking",
@@ -58,8 +57,6 @@ class Promotion:
         """What its chain is behind."""
         self.trail = trail
         """The chain as far as it has come: held, or on its way."""
-        self.chunks = len(trail)
-        """Whole chunks of the question up to there."""
         self.kept_bytes = 0
         """What it pins that nobody kept before."""
         self.tier = 0
@@ -91,6 +88,11 @@ class Promotion:
     def name(self) -> Name:
         """What tells it from all others."""
         return Name(self.instance.engine_id, self.question.number)
+
+    @property
+    def chunks(self) -> int:
+        """Whole chunks of the question as far as its chain has come."""
+        return sum(entry.is_whole for entry in self.trail)
 
     @property
     def deepest(self) -> Entry | Root:

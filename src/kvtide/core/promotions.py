@@ -25,6 +25,7 @@ from kvtide.core.host import Host
 from kvtide.core.index import Entry, Index, Matched, Root
 from kvtide.core.instances import Instance
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
+from kvtide.core.layout import KVLayout
 from kvtide.core.leases import PINNED_RATIO_MAX
 from kvtide.core.lending import Grant, Lending
 from kvtide.core.promotion import Name, Promotion, Question
@@ -47,6 +48,8 @@ SILENCES_MAX = 5
 """After so many lookups in a row that waited for a tier in vain it is left alone"""
 SILENT_MS = 5_000
 """for so long, or until a load of it ends: what hangs shall cost a few requests, not all."""
+CALM_MS = 300
+"""So long after a load has ended whoever waited for it still has use for each core."""
 PROMOTIONS_MAX = 1024
 """Lookups of one engine that may wait for tiers; those above get what is held."""
 
@@ -109,8 +112,8 @@ class Promotions:
         self._waiting: dict[Name, Promotion] = {}
         self._asked: dict[int, Promotion] = {}  # by the number of the question to a tier
         self._loads: dict[int, _Load] = {}  # by number
-        self._tier_of: dict[Entry, int] = {}  # of what is being loaded
         self._loading_bytes = 0
+        self._loaded_ms = -CALM_MS
         self._kept_bytes = 0
         self._choices = [Choice() for _ in tiers]
         self._silences = [_Silence() for _ in tiers]
@@ -144,12 +147,14 @@ class Promotions:
             return False
         trail = matched.entries[: matched.chunks]
         promotion = Promotion(instance, question, parent, trail, self._now())
-        if not self._has_tier(promotion):
+        self._pass_silent(promotion)
+        if promotion.tier == len(self._tiers):
             return False
         last = trail[-1] if trail else None
         # What somebody else pins already costs nothing more.
         more_bytes = self._index.unleased_bytes(last) if last and not last.pins else 0
         if not self._may_keep(more_bytes):
+            self._cut(CutReason.NO_MEMORY)
             return False
         self._keep(promotion, more_bytes)
         self._waiting[promotion.name] = promotion
@@ -160,23 +165,19 @@ class Promotions:
     def _may_keep(self, more_bytes: int) -> bool:
         """Whether lookups that wait may keep so much more from being evicted."""
         kept_bytes = self._index.leased_bytes + self._kept_bytes + more_bytes
-        if more_bytes and kept_bytes > self._host.limit_bytes * PINNED_RATIO_MAX:
-            self._cut(CutReason.NO_MEMORY)
-            return False
-        return True
+        return not more_bytes or kept_bytes <= self._host.limit_bytes * PINNED_RATIO_MAX
 
     def _keep(self, promotion: Promotion, more_bytes: int) -> None:
         promotion.kept_bytes += more_bytes
         self._kept_bytes += more_bytes
 
-    def _has_tier(self, promotion: Promotion) -> bool:
-        """Go on to the next tier that answers; whether there is one."""
-        while promotion.tier < len(self._tiers):
-            if not self._silences[promotion.tier].lasts(self._now()):
-                return True
+    def _pass_silent(self, promotion: Promotion) -> None:
+        """Pass over tiers that say nothing, to the next that may answer, or behind the last."""
+        for silence in self._silences[promotion.tier :]:
+            if not silence.lasts(self._now()):
+                return
             self._cut(CutReason.SILENT)
             promotion.tier += 1
-        return False
 
     def _ask(self, promotion: Promotion) -> None:
         """Ask a tier for what is behind the deepest that is there."""
@@ -241,7 +242,6 @@ class Promotions:
             self._pin(entry)
             self._unpin(promotion.deepest)
             promotion.trail.append(entry)
-            promotion.chunks += entry.is_whole
             if not entry.is_copied:  # what is copied waits for one before it, as we do
                 promotion.running.add(entry)
                 self._joined.setdefault(entry, []).append(promotion)
@@ -250,8 +250,12 @@ class Promotions:
             self._tell(promotion)
             return
         self._measure(promotion)
+        if layout is None:
+            self._finish(promotion)
+            return
         promotion.tier += 1
-        if layout is not None and self._has_tier(promotion):
+        self._pass_silent(promotion)
+        if promotion.tier < len(self._tiers):
             self._ask(promotion)
         else:
             self._finish(promotion)
@@ -260,7 +264,7 @@ class Promotions:
         """Where a load has failed, return to the deepest entry that is there."""
         before, trail = promotion.deepest, promotion.trail
         while trail and not trail[-1].is_attached:
-            promotion.chunks -= trail.pop().is_whole
+            trail.pop()
         if promotion.deepest is not before:
             self._pin(promotion.deepest)
             self._unpin(before)
@@ -287,6 +291,7 @@ class Promotions:
             self._cut(CutReason.NO_MEMORY)
             return None
         if not self._may_keep(record.payload_bytes):
+            self._cut(CutReason.NO_MEMORY)
             return None
         entry = Entry(record.key, record.digests, parent, record.layout, self._now())
         entry.kept |= 1 << promotion.tier
@@ -298,7 +303,6 @@ class Promotions:
             return None
         number = self._take_number()
         self._loads[number] = _Load(promotion.tier, grant, promotion)
-        self._tier_of[entry] = promotion.tier
         self._loading_bytes += grant.bytes
         self._keep(promotion, grant.bytes)
         promotion.is_loading = True
@@ -308,8 +312,8 @@ class Promotions:
     def loaded(self, number: int, outcome: str, *, is_ok: bool) -> None:
         """A load has ended; the tier does not touch its cells any more."""
         load = self._loads.pop(number)
-        del self._tier_of[load.grant.entry]
         self._loading_bytes -= load.grant.bytes
+        self._loaded_ms = self._now()
         self._silences[load.tier].end()
         loaded_bytes = load.grant.bytes if is_ok else 0
         load.promotion.loaded_bytes += loaded_bytes
@@ -317,6 +321,13 @@ class Promotions:
         self._count(f"tier_loads.{name}.{outcome}", 1)
         self._count(f"tier_loaded_bytes.{name}", loaded_bytes)
         self._lending.answered_by_tier(load.grant, is_ok=is_ok)
+
+    def chunks_to_load(self, layout: KVLayout) -> int | None:
+        """How many chunks that were found have no cells yet; None while no load runs."""
+        if not self._loads and self._now() - self._loaded_ms >= CALM_MS:
+            return None
+        waiting = (one for one in self._waiting.values() if one.instance.layout == layout)
+        return sum(len(one.todo) for one in waiting)
 
     def _settled(self, entry: Entry) -> None:
         """An entry that somebody waits for is held, or copied behind one that is not, or gone."""
@@ -371,8 +382,8 @@ class Promotions:
 
     def _owing(self, promotion: Promotion) -> set[int]:
         """Tiers that a lookup waits for; none where it waits for memory, or for an engine."""
-        running = promotion.running
-        tiers = {self._tier_of[entry] for entry in running if entry in self._tier_of}
+        loads = self._loads.values()
+        tiers = {load.tier for load in loads if load.grant.entry in promotion.running}
         return tiers | ({promotion.tier} if promotion.is_asking else set())
 
     def regions_opened(self, instance: Instance) -> None:
@@ -421,8 +432,6 @@ class Promotions:
             is_waiting = promotion.running or promotion.waits_for_memory or promotion.is_asking
             assert is_waiting, f"{name} waits for nothing"
             assert promotion.is_asking == (id(promotion) in asked), f"{name} has no answer"
-            chunks = sum(entry.is_whole for entry in promotion.trail)
-            assert promotion.chunks == chunks, (promotion.chunks, chunks)
             for entry in promotion.running:
                 assert promotion in self._joined[entry], f"{name} will not be told"
         for entry, joined in self._joined.items():
@@ -431,8 +440,6 @@ class Promotions:
         assert loading == self._loading_bytes, (loading, self._loading_bytes)
         lent = {number for number, grant in self._lending.grants.items() if grant.is_loading}
         assert lent == {load.grant.number for load in self._loads.values()}, lent
-        loading_entries = {load.grant.entry for load in self._loads.values()}
-        assert loading_entries == self._tier_of.keys(), "loaded by no tier"
 
 
 def _has_keys(question: Question) -> TypeGuard[m.Lookup]:

@@ -67,6 +67,8 @@ class MissReason(enum.StrEnum):
     """the request has images or the like, whose ids are not trusted without a salt, or too long"""
     ADAPTER_UNKNOWN = "adapter_unknown"
     """the content of the request's adapter is not known yet"""
+    ADAPTER_MAY_CHANGE = "adapter_may_change"
+    """the engine may be told to load another adapter in place of the request's while that runs"""
     UNREADABLE = "unreadable"
     """the request's tokens, salt or ids are not what they should be, so it has no name"""
     STREAMING = "streaming"

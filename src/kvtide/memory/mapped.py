@@ -25,9 +25,9 @@ from kvtide.memory.region import MappedRegion
 from kvtide.processors import leave_binding
 
 DESCRIPTORS_LEFT_MIN = 256
-"""Of those that the process may open, so many are left to its engine;"""
+"""So many of those that the process may open are left to its engine."""
 DESCRIPTORS_LEFT_RATIO_MIN = 0.25
-"""or this part, where it may open fewer than four times as many."""
+"""Where it may open fewer than four times as many, only this part is."""
 
 
 class _Mapping:
@@ -76,8 +76,8 @@ class MappedRegions:
             return
         fd, generations_fd = descriptors
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if not _leaves_enough(_open_count(), limit):
-            self._on_failed(number, f"few of {limit} open files are left: raise `ulimit -n`")
+        if fault := _shortage(_open_count(), limit):
+            self._on_failed(number, fault)
             return
         try:
             region = MappedRegion(fd, cell_count * cell_bytes, generations_fd, cell_bytes)
@@ -210,7 +210,14 @@ def _open_count() -> int | None:
         return None
 
 
-def _leaves_enough(open_count: int | None, limit: int) -> bool:
-    """Whether a process of so many open files may have those of a region, too."""
-    left_min = min(DESCRIPTORS_LEFT_MIN, limit * DESCRIPTORS_LEFT_RATIO_MIN)
-    return open_count is not None and limit - open_count >= left_min
+def _shortage(open_count: int | None, limit: int) -> str:
+    """Why a process of so many open files may not have those of a region, too; empty: it may."""
+    left_min = int(min(DESCRIPTORS_LEFT_MIN, limit * DESCRIPTORS_LEFT_RATIO_MIN))
+    if open_count is None:
+        return f"not one of {limit} open files is left: raise `ulimit -n`"
+    if limit - open_count >= left_min:
+        return ""
+    return (
+        f"{open_count} of {limit} open files are in use, and {left_min} are left to the engine:"
+        " raise `ulimit -n`"
+    )

@@ -9,12 +9,13 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtide.core.lending import QUEUE_RATIO_MAX
 from kvtide.core.tiering import TierPlan, WritePolicy
 from kvtide.errors import ConfigError, KVTideError
+from kvtide.node.tiers import CLOSE_S_MAX, close_tiers
 from kvtide.settings import NodeConfig
 from kvtide.tier_entries import TierEntry
 from kvtide.tiers import registry
@@ -25,7 +26,6 @@ logger = logging.getLogger("kvtide.node")
 OPEN_S_MAX = 5.0
 """So long the start of a node waits for its places: a disk of a million records takes a second or
 two."""
-CLOSE_S_MAX = 5.0
 
 
 class Way(enum.Enum):
@@ -58,11 +58,16 @@ def open_tiers(
     queue_bytes_max = int(host_bytes * QUEUE_RATIO_MAX)
     with contextlib.ExitStack() as stack:
         openings = [Opening(entry, queue_bytes_max, wake) for entry in config.places]
-        for opening in openings:
-            stack.callback(opening.give_up)
+        stack.callback(_give_up, openings)
         opened = [_waited_for(opening, config, way) for opening in openings]
         stack.pop_all()
     return [one for one in opened if one is not None]
+
+
+def _give_up(openings: Sequence["Opening"]) -> None:
+    """Close what is open; what is opened later is closed then."""
+    tiers = [opening.take_back() for opening in openings]
+    close_tiers([tier for tier in tiers if tier is not None])
 
 
 def _waited_for(opening: "Opening", config: NodeConfig, way: Way) -> OpenTier | None:
@@ -120,13 +125,12 @@ class Opening:
                 )
             return self._tier, self.entry
 
-    def give_up(self) -> None:
-        """Close the tier, as soon as it is open."""
+    def take_back(self) -> Tier | None:
+        """The tier, if it is open: the caller's to close. Else it is closed as soon as it is."""
         with self._lock:
             self._is_given_up = True
             tier, self._tier = self._tier, None
-        if tier is not None:
-            tier.close(CLOSE_S_MAX)
+        return tier
 
     def _open(self) -> None:
         tier, error = None, None

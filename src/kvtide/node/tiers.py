@@ -13,6 +13,7 @@ to poll.
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias, assert_never
@@ -45,11 +46,13 @@ Job: TypeAlias = LookupJob | LoadJob | StoreJob
 
 HEALTH_MS = 5_000
 CLOSE_S_MAX = 3.0
-"""Of T_stop: so long the node waits, at its end, for what is being written."""
+"""Of T_stop: so long a tier may take, at its end, for what is being written."""
+CLOSE_LATE_S_MAX = 1.5
+"""And so much longer before it is left behind."""
 
 
-class _Place:
-    """One tier, what it owes, and how it is."""
+class _Account:
+    """What one tier owes, and how it is."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
@@ -103,51 +106,55 @@ class Tiers:
         feed: Callable[[fx.Event], None],
     ) -> None:
         """`cells` gives the memory of a run, shard by shard."""
-        self._places = [_Place(tier) for tier in tiers]
+        self._accounts = [_Account(tier) for tier in tiers]
         self._cells = cells
         self._feed = feed
         self._now_ms = self._looked_ms = 0
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._accounts)
 
     @contextlib.contextmanager
-    def _calling(self, place: _Place) -> Iterator[None]:
+    def _calling(self, account: _Account) -> Iterator[None]:
         """Call a tier in here: what it raises is the last that is heard of it."""
         try:
             yield
         except Exception as error:
-            name = place.tier.name
-            logger.exception("a fault in tier %s: the node goes on without it", name)
-            place.is_off = True
+            name = account.tier.name
+            logger.exception(
+                "a fault in tier %s: the node goes on without it until its next start; whoever"
+                " wrote the tier should see this",
+                name,
+            )
+            account.is_off = True
             state = f"off until the node's next start, for a fault of its own: {error!r}"
-            place.numbers = replace(place.numbers, state=state)
-            lookups, place.lookups = place.lookups, {}
+            account.numbers = replace(account.numbers, state=state)
+            lookups, account.lookups = account.lookups, {}
             for number in lookups:
                 self._feed(fx.TierFound(number, [], may_go_on=False))
 
-    def _on(self) -> Iterator[_Place]:
-        return (place for place in self._places if not place.is_off)
+    def _on(self) -> Iterator[_Account]:
+        return (account for account in self._accounts if not account.is_off)
 
     def carry_out(self, effect: TierEffect) -> None:
         """Hand a job over; its end comes by `poll`."""
         if isinstance(effect, fx.ClearTiers):
-            for place in self._places:  # those that are off too: their next start finds the rest
-                with self._calling(place):
-                    place.tier.clear(effect.salt_digest, effect.fingerprint)
+            for account in self._accounts:  # also those that are off: their next start finds all
+                with self._calling(account):
+                    account.tier.clear(effect.salt_digest, effect.fingerprint)
             return
-        place = self._places[effect.tier]
-        if place.is_off:
+        account = self._accounts[effect.tier]
+        if account.is_off:
             self._feed(_failed(effect))
             return
         try:
             job = self._job(effect)
-        except HostMemoryError as error:  # no place in this process for the cells
+        except HostMemoryError as error:  # no room in this process for the cells
             logger.warning("%s", error)
             self._feed(_failed(effect))
             return
-        with self._calling(place):
-            place.submit(job)
+        with self._calling(account):
+            account.submit(job)
 
     def _job(self, effect: JobEffect) -> Job:
         match effect:
@@ -160,57 +167,70 @@ class Tiers:
 
     def poll(self) -> None:
         """Tell the machine what has ended."""
-        for place in self._on():
+        for account in self._on():
             events = []
-            with self._calling(place):
-                for done in place.tier.poll():
-                    events.append(place.ended(done))  # noqa: PERF401 - a fault ends it half-way
+            with self._calling(account):
+                for done in account.tier.poll():
+                    events.append(account.ended(done))  # noqa: PERF401 - a fault ends it half-way
             for event in events:
                 self._feed(event)
 
     def tick(self, now_ms: int) -> None:
         """Time has passed."""
         self._now_ms = now_ms
-        for place in self._on():
-            with self._calling(place):
-                place.tier.tick(now_ms)
+        for account in self._on():
+            with self._calling(account):
+                account.tier.tick(now_ms)
         self.poll()
         if now_ms - self._looked_ms >= HEALTH_MS:
             self._looked_ms = now_ms
-            for place in self._places:
-                self._look(place)
+            for account in self._accounts:
+                self._look(account)
 
-    def _look(self, place: _Place) -> None:
-        if place.is_off:
-            place.health.look(place.numbers, self._now_ms)
+    def _look(self, account: _Account) -> None:
+        if account.is_off:
+            account.health.look(account.numbers, self._now_ms)
             return
-        with self._calling(place):
-            numbers = replace(place.tier.statistics())
-            place.health.look(numbers, self._now_ms)
-            place.numbers = numbers
+        with self._calling(account):
+            numbers = replace(account.tier.statistics())
+            account.health.look(numbers, self._now_ms)
+            account.numbers = numbers
 
     def statistics(self) -> dict[str, TierStatistics]:
         """Of each tier, by its name; the states are those of `Health`."""
         found = {}
-        for place in self._places:
-            self._look(place)
-            state = place.health.state(place.numbers, self._now_ms)
-            found[place.tier.name] = replace(place.numbers, state=state)
+        for account in self._accounts:
+            self._look(account)
+            state = account.health.state(account.numbers, self._now_ms)
+            found[account.tier.name] = replace(account.numbers, state=state)
         return found
 
     def close(self) -> None:
-        """End all jobs in bounded time; blocks. What the machine wanted to know is over.
+        """End all jobs; see `close_tiers`. What the machine wanted to know is over."""
+        close_tiers([account.tier for account in self._accounts])
 
-        All tiers at the same time: several that hang cost no more than one.
-        """
-        threads = [
-            threading.Thread(target=_close, args=(place.tier,), name="kvtide-close", daemon=True)
-            for place in self._places
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+
+def close_tiers(tiers: Sequence[Tier]) -> None:
+    """Close these; blocks, but in bounded time, whatever they do.
+
+    All at the same time: several that hang cost no more than one. One that does is left behind
+    with its thread, which ends with the process.
+
+    Raises:
+        RuntimeError: the system gives no thread for it.
+    """
+    until_s = time.monotonic() + CLOSE_S_MAX + CLOSE_LATE_S_MAX
+    threads = [
+        threading.Thread(target=_close, args=(tier,), name="kvtide-close", daemon=True)
+        for tier in tiers
+    ]
+    for thread in threads:
+        thread.start()
+    for tier, thread in zip(tiers, threads, strict=True):
+        thread.join(max(0.0, until_s - time.monotonic()))
+        if thread.is_alive():
+            taken_s = CLOSE_S_MAX + CLOSE_LATE_S_MAX
+            logger.warning("tier %s is left behind: not closed in %g s", tier.name, taken_s)
 
 
 def _close(tier: Tier) -> None:
@@ -227,9 +247,16 @@ def _check_answer(job: LookupJob, records: Sequence[Record]) -> None:
     for position, record in enumerate(records):
         key = job.keys[position * KEY_BYTES :][:KEY_BYTES] or record.key
         found = (record.root, record.layout, record.parent, record.key)
-        is_whole = record.is_whole or position == whole
-        if found != (job.root, job.layout, parent, key) or not is_whole or position > whole:
-            raise ValueError(f"record {position} of {len(records)} is not what was asked for")
+        asked = (job.root, job.layout, parent, key)
+        if found != asked:
+            names = zip(("root", "layout", "parent", "key"), found, asked, strict=True)
+            differ = ", ".join(name for name, one, other in names if one != other)
+            raise ValueError(f"record {position} of {len(records)} has another {differ}")
+        if position > whole or not (record.is_whole or position == whole):
+            raise ValueError(
+                f"record {position} of {len(records)} is too many, or no whole chunk: asked for"
+                f" were {whole} of these, and one record behind them"
+            )
         parent = key
 
 

@@ -159,10 +159,10 @@ class FaultyFiles:
         with self._change:
             self._stalled = frozenset(calls or Call)
 
-    def release(self) -> None:
-        """What is stalled goes on."""
+    def release(self, *calls: Call) -> None:
+        """What is stalled goes on: of these kinds, or all if none is named."""
         with self._change:
-            self._stalled = frozenset()
+            self._stalled -= frozenset(calls or Call)
             self._change.notify_all()
 
     def release_but_waiting(self) -> None:
@@ -187,6 +187,12 @@ class FaultyFiles:
             yield
         finally:
             self.heal()
+
+    @property
+    def stalled_count(self) -> int:
+        """Calls that stand still."""
+        with self._change:
+            return self._waiting
 
     def wait_stalled(self, count: int, timeout_s: float = 30.0) -> None:
         """Until so many calls stand still.

@@ -27,7 +27,9 @@ class Hung(Generic[Op]):
         """Those that hang and were not told of."""
         self._since_ms = {op: self._since_ms.get(op, now_ms) for op in running}
         hung = {
-            op for op, since in self._since_ms.items() if now_ms - since > self._run_ms_max(op)
+            op
+            for op, since_ms in self._since_ms.items()
+            if now_ms - since_ms > self._run_ms_max(op)
         }
         more = hung - self.told
         self.told = hung

@@ -29,9 +29,9 @@ def to_write(job: StoreJob) -> list[memoryview]:
 
 
 def read_proven(
-    files: Files, descriptor: int, offset_bytes: int, job: LoadJob, memory: memoryview, place: str
+    files: Files, descriptor: int, offset_bytes: int, job: LoadJob, memory: memoryview, where: str
 ) -> None:
-    """Fill a job's cells from here on. `memory` is for headers, and begins on a page; `place` is
+    """Fill a job's cells from here on. `memory` is for headers, and begins on a page; `where` is
     what the errors name.
 
     Raises:
@@ -43,11 +43,11 @@ def read_proven(
     parts = [part for pair in zip(headers, cells, strict=True) for part in pair]
     count, wanted = read_fully(files, descriptor, parts, offset_bytes), sum(map(len, parts))
     if count != wanted:
-        raise CorruptRecord(f"{place} ends inside the record: {count} bytes instead of {wanted}")
+        raise CorruptRecord(f"{where} ends inside the record: {count} bytes instead of {wanted}")
     try:
         codec.verify(headers, cells, job.record)
     except CorruptRecord as error:
-        raise CorruptRecord(f"{place}: {error}") from error
+        raise CorruptRecord(f"{where}: {error}") from error
 
 
 def headers_bytes(record: Record) -> int:

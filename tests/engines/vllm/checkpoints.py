@@ -50,7 +50,8 @@ def a_snapshot(directory: Path, content: bytes, name: str | None = None) -> Path
 
 
 def a_moment_after(*paths: Path) -> int:
-    """A time at which all of these were as they are, and what is changed from now on was not."""
+    """A time at which all of these were as they are, and what is changed from now on was not. It
+    has to pass: a file's ctime is the kernel's alone to set."""
     newest_ns = max(
         below.lstat().st_ctime_ns for path in paths for below in (path, *path.rglob("*"))
     )

@@ -14,6 +14,7 @@ from kvtide.engines.vllm.identity import engine_fields
 from kvtide.engines.vllm.scheduler import SchedulerSide
 from kvtide.engines.vllm.session import EngineIdentity, EngineSession
 from kvtide.engines.vllm.support import engine_weights, unsupported
+from kvtide.engines.vllm.tracker import adapters_may_change
 from kvtide.engines.vllm.weights import WeightsDigest, process_began_ns
 from kvtide.engines.vllm.worker import WorkerSide
 from kvtide.memory.probe import kernel_features
@@ -58,6 +59,12 @@ def build_scheduler(
     session = EngineSession(identity, config, open_directory(config.runtime_dir), clock)
     session.start()
     adapters = AdapterDigests(digests, process_began_ns())
+    if vllm_config.lora_config is not None and adapters_may_change(config.engine):
+        logger.warning(
+            "kvtide caches no request with an adapter: VLLM_ALLOW_RUNTIME_LORA_UPDATING lets an"
+            " adapter be loaded in place of another under running requests. Unset it, or say"
+            " weights_change: reset and reset the prefix cache with each such load"
+        )
     return SchedulerSide(identity, config.engine, session, adapters, clock)
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm import envs
+
 from kvtide.core import messages as m
 from kvtide.core.chain import Chain
 from kvtide.core.keys import CONTENT_ID_BYTES_MAX, Item
@@ -138,11 +140,21 @@ def refusal(request: Any, settings: EngineConfig) -> MissReason | None:
         return MissReason.PROMPT_EMBEDS
     if request.resumable:
         return MissReason.STREAMING
+    if request.lora_request is not None and adapters_may_change(settings):
+        return MissReason.ADAPTER_MAY_CHANGE
     trusted = request.cache_salt or settings.multimodal_ids == "trusted"
     features = request.mm_features or ()
     if features and not (trusted and all(_content_id(feature) for feature in features)):
         return MissReason.MULTIMODAL
     return None
+
+
+def adapters_may_change(settings: EngineConfig) -> bool:
+    """Whether an adapter may be loaded in place of another while requests of that one run.
+
+    vLLM's front end then tells the workers, and the scheduler hears nothing of it.
+    """
+    return envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING and settings.weights_change != "reset"
 
 
 def items_of(request: Any) -> list[Item]:

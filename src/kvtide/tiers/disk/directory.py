@@ -60,7 +60,7 @@ class Directory:
             segment is full), "each" (with each record).
         is_direct: whether reads and writes of records pass by the page cache.
         device, inode: of the file that is locked: a directory with another one is not ours.
-        emptied: how often it was made ours again, and what had been there was gone.
+        emptied_count: how often it was made ours again, and what had been there was gone.
     """
 
     path: str
@@ -70,7 +70,7 @@ class Directory:
     device: int = 0
     inode: int = 0
     lock_descriptor: int = -1
-    emptied: int = 0
+    emptied_count: int = 0
 
     def at(self, number: int, suffix: str) -> str:
         """Path of a file of a segment."""
@@ -156,7 +156,8 @@ class Directory:
         except OSError as error:  # a full or read-only drive can still be read
             logger.warning("%s: %s", self.lock_path, error)
         self.lock_descriptor = descriptor
-        self.emptied += is_emptied
+        if is_emptied:
+            self.emptied_count += 1
 
     def _opened_lock(self) -> tuple[int, bool]:
         """A descriptor of the lock's file, and whether it was made by that: nobody has one there
@@ -206,7 +207,8 @@ class Directory:
     def renew(self, ours: Ours) -> None:
         """Make a directory ours again whose lock is gone, if it lies where it lay: whoever took it
         meanwhile has left a lock of his own. Where only the lock is gone nothing else changes;
-        where it was emptied `emptied` says so, and what is left of us is for the owner to remove.
+        where it was emptied `emptied_count` says so, and what is left of us is for the owner to
+        remove.
 
         Raises:
             OSError: it does not, or holds another node's segments: their numbers may be ours and

@@ -7,11 +7,15 @@
 Space counts as free once the file system says so, never before. Ownership: the owner thread.
 """
 
+import logging
+
 from kvtide.tiers.disk.catalog import Catalog, Place
 from kvtide.tiers.disk.ops import Ended, FreeOp, SealOp, UnlinkOp
 from kvtide.tiers.disk.space import Segment, Space
 from kvtide.tiers.disk.workers import Workers
 from kvtide.units import MiB
+
+logger = logging.getLogger("kvtide.disk")
 
 WATERMARK_RATIO = 0.95
 """Eviction starts here, so that a store seldom waits for one."""
@@ -27,10 +31,12 @@ gone one by one, and what is there at once."""
 class Room:
     """Takes records away and gives their space back."""
 
-    def __init__(self, catalog: Catalog, space: Space, workers: Workers) -> None:
+    def __init__(self, disk: str, catalog: Catalog, space: Space, workers: Workers) -> None:
+        """`disk` is what warnings name it."""
         self.evicted = 0
         self.has_more = False
         """Whether the last call ended at its limit, not at its goal."""
+        self._disk = disk
         self._catalog = catalog
         self._space = space
         self._workers = workers
@@ -184,25 +190,30 @@ class Room:
             self._space.reserved_bytes += reserve
             self._workers.write(SealOp(segment.number, reserve))
 
-    def sealed(self, ended: Ended) -> bool:
-        """An index was written, or not: then the rows log stays, and says the same. One that could
-        not be written anew is tried again after the next removal, not before: what is wrong with
-        it has not changed. Whether this is the first time that it could not."""
-        op = ended.op
+    def sealed(self, ended: Ended) -> None:
+        """An index was written, or not: then the rows log stays, and says the same."""
+        op, error = ended.op, ended.error
         assert isinstance(op, SealOp), op
         self._space.reserved_bytes -= op.reserve_bytes
         segment = self._space.segments.get(op.segment)
         if segment is None:
-            return False
-        is_first = segment.is_rewriting and ended.error is not None and not segment.is_stale
-        segment.is_stale = segment.is_stale or is_first
-        segment.is_rewriting = False
-        if ended.error is None:
+            return
+        if error is None:
             segment.is_sealed, segment.is_stale = True, False
             segment.indexed = segment.row_count = segment.live
-        if ended.error is None or segment.live == 0:
+        elif segment.is_rewriting and not segment.is_stale:
+            segment.is_stale = True
+            logger.warning(
+                "%s: the index of segment %d could not be written anew: %s",
+                self._disk,
+                op.segment,
+                error,
+            )
+        segment.is_rewriting = False
+        # One that could not be written is tried again after the next removal, not before: what is
+        # wrong with it has not changed.
+        if error is None or segment.live == 0:
             self._look_at(segment)
-        return is_first
 
     def _look_at(self, segment: Segment) -> None:
         """Unlink what is empty; write anew the index of what has become less."""

@@ -120,13 +120,13 @@ class DiskTier:
         self._catalog = LazyCatalog()
         self._space = Space(bytes_max, segment_bytes)
         self._directory = Directory(str(path.absolute()), files or SystemFiles(), sync)
-        self._emptied = 0
+        self._emptied_count = 0
         disk = f"disk {self._directory.path}"
         self._reads = Breaker("reads", disk, logger)
         self._writes = Breaker("writes", disk, logger)
         self._workers = Workers(self._directory, wake)
         self._hung: Hung[LoadOp] = Hung(lambda _: T_LOAD_MS)
-        self._room = Room(self._catalog, self._space, self._workers)
+        self._room = Room(disk, self._catalog, self._space, self._workers)
         self._stores = Stores(
             self._catalog,
             self._space,
@@ -305,13 +305,7 @@ class DiskTier:
                 self._judge_write(ended.error)
             case SealOp() as op:
                 self._space.measured(op.segment, ended.allocated)
-                if self._room.sealed(ended):
-                    logger.warning(
-                        "disk %s: the index of segment %d could not be written anew: %s",
-                        self.path,
-                        op.segment,
-                        ended.error,
-                    )
+                self._room.sealed(ended)
             case ClearOp():
                 self._clears.ended(ended)
                 self._judge_write(ended.error)
@@ -372,9 +366,9 @@ class DiskTier:
 
     def _look_at_directory(self) -> None:
         """Where a probe has made an emptied directory ours again, nothing is left of before."""
-        emptied = self._directory.emptied
-        if emptied != self._emptied and not self._is_closed:
-            self._emptied = emptied
+        emptied_count = self._directory.emptied_count
+        if emptied_count != self._emptied_count and not self._is_closed:
+            self._emptied_count = emptied_count
             kinds = self._kinds_of(EVERYTHING)
             self._catalog.retire(kinds)
             self._stores.clear(kinds)

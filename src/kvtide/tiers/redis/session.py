@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
-from kvtide.codec.row import Proof
+from kvtide.codec.passing import Proof
 from kvtide.core.records import Record
 from kvtide.errors import CorruptRecord, PlaceFailed
 from kvtide.redis_address import Address

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvtide.codec.row import Seal
+from kvtide.codec.passing import HeaderWriter
 from kvtide.errors import PlaceFailed
 from kvtide.tiers.base import StoreOutcome
 from kvtide.tiers.redis.index import Begun, Index, Sent
@@ -157,12 +157,12 @@ class Stores:
         lengths = parts.lengths_of(record)
         names = self._index.names(write_id, len(lengths))
         headers = parts.empty_headers(record)
-        seal = Seal(record, write_id, headers)
+        writer = HeaderWriter(record, write_id, headers)
         memory = {id(header.obj) for header in headers}
         asked, last = [], []
         cut = parts.cut(headers, one.put.cells, lengths)
         for name, pieces in zip(names, cut, strict=True):
-            seal.passed(pieces)
+            writer.passed(pieces)
             if any(id(piece.obj) in memory for piece in pieces):
                 last.append((name, pieces))
             else:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvtide.codec.row import Proof, Seal
+from kvtide.codec.passing import HeaderWriter, Proof
 from kvtide.core.records import Record
 from kvtide.errors import CorruptRecord, PlaceFailed
 from kvtide.tiers.base import LoadOutcome, LookupJob, StoreOutcome
@@ -228,9 +228,9 @@ class S3Session:
             return
         headers = parts.empty_headers(record)
         rows = list(parts.cut(headers, one.put.cells, lengths))
-        seal = Seal(record, one.put.write_id, headers)
+        writer = HeaderWriter(record, one.put.write_id, headers)
         for pieces in rows:
-            seal.passed(pieces)
+            writer.passed(pieces)
         one.sending = asyncio.ensure_future(self._send(one.written, record, rows))
 
     async def _send(self, written: Written, record: Record, rows: list[list[memoryview]]) -> None:

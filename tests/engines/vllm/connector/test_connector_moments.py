@@ -1,5 +1,6 @@
 """Preemption, abort and reset at every step of requests that load, compute, store and end."""
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -23,6 +24,7 @@ BLOCK = 16
 STEPS_MAX = 200
 IDLE_STEPS_MAX = 3
 """In a row, in which requests wait for answers or loads."""
+SCENE_S_MAX = 60.0
 MODES = {
     "sync": {},
     "async": {"is_async": True},
@@ -57,7 +59,8 @@ class Scene:
         Steps in which nothing comes are more on a busy machine: most of them do not count.
         """
         has_acted, step, idle, before = False, 0, 0, self._state()
-        while True:
+        until_s = time.monotonic() + SCENE_S_MAX
+        while time.monotonic() < until_s:
             if idle <= IDLE_STEPS_MAX:
                 if step == 3:
                     self._add(self._later, 30)
@@ -70,6 +73,7 @@ class Scene:
                 return has_acted
             after = self._state()
             idle, before = idle + 1 if is_busy and after == before else 0, after
+        raise AssertionError(f"a scene without end, at step {step}: {before}")
 
     def _state(self) -> list[object]:
         """What the engine has come to."""

@@ -1,10 +1,13 @@
-"""A record's bytes in a row, summed as they go by: header 0, cells 0, header 1, cells 1, …
+"""A record's bytes in passing, summed as they go by: header 0, cells 0, header 1, cells 1, …
 
 Who sends a record, or receives one, has its bytes in the processor's cache then: to sum them at
 that moment costs half of what it does before or after.
+
+Ownership: one thread's. Invariant: no cell is believed before the header that names its checksum.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import xxhash
 
@@ -12,16 +15,32 @@ from kvtide.codec.record import Header, header_bytes, header_of, require_checksu
 from kvtide.core.records import Record
 from kvtide.errors import CorruptRecord
 
-_HEADER = -1
+
+@dataclass(frozen=True, slots=True)
+class _HeaderEnd:
+    """All of a shard's header has gone by."""
+
+    shard: int
 
 
-class _Row:
+@dataclass(frozen=True, slots=True)
+class _CellEnd:
+    """All of a block's cell has gone by: its checksum."""
+
+    shard: int
+    block: int
+    checksum: int
+
+
+class _Passing:
     """What goes by: where headers and cells end."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
         self._header_bytes = header_bytes(record.layout.shard_count, record.blocks)
-        self._shard, self._block, self._left = 0, _HEADER, self._header_bytes
+        self._shard = 0
+        self._block: int | None = None  # the header goes by
+        self._left_bytes = self._header_bytes
         self._running = xxhash.xxh3_64()
 
     @property
@@ -29,31 +48,34 @@ class _Row:
         """Whether every byte has gone by."""
         return self._shard == self._record.layout.shard_count
 
-    def ends(self, pieces: Iterable[memoryview]) -> Iterator[tuple[int, int, int]]:
-        """The next bytes go by; of what ends with them: shard, block (or that it is the header),
-        and checksum."""
+    def _ends(self, pieces: Iterable[memoryview]) -> Iterator[_HeaderEnd | _CellEnd]:
+        """The next bytes go by: what ends with them, in order."""
         for piece in pieces:
             rest = piece
             while rest:
-                now = rest[: self._left]
+                now = rest[: self._left_bytes]
                 rest = rest[len(now) :]
-                self._left -= len(now)
-                if self._block != _HEADER:
+                self._left_bytes -= len(now)
+                if self._block is not None:
                     self._running.update(now)
-                if not self._left:
-                    yield self._shard, self._block, self._running.intdigest()
-                    self._go_on()
+                if not self._left_bytes:
+                    yield self._go_on()
 
-    def _go_on(self) -> None:
-        self._block += 1
-        if self._block < self._record.blocks:
-            self._left = self._record.layout.cell_bytes[self._shard]
+    def _go_on(self) -> _HeaderEnd | _CellEnd:
+        """Begin with what is next; what has ended."""
+        shard, block = self._shard, self._block
+        next_block = 0 if block is None else block + 1
+        found = self._running.intdigest()
+        if next_block < self._record.blocks:
+            self._block = next_block
+            self._left_bytes = self._record.layout.cell_bytes[shard]
             self._running = xxhash.xxh3_64()
         else:
-            self._shard, self._block, self._left = self._shard + 1, _HEADER, self._header_bytes
+            self._shard, self._block, self._left_bytes = shard + 1, None, self._header_bytes
+        return _HeaderEnd(shard) if block is None else _CellEnd(shard, block, found)
 
 
-class Seal(_Row):
+class HeaderWriter(_Passing):
     """Makes the headers of a record whose bytes go by: that of a shard is there after its cells.
 
     Args:
@@ -70,17 +92,17 @@ class Seal(_Row):
 
     def passed(self, pieces: Iterable[memoryview]) -> None:
         """The next bytes."""
-        for shard, block, found in self.ends(pieces):
-            if block == _HEADER:
+        for end in self._ends(pieces):
+            if isinstance(end, _HeaderEnd):
                 self._checksums = []
                 continue
-            self._checksums.append(found)
+            self._checksums.append(end.checksum)
             if len(self._checksums) == self._record.blocks:
-                header = Header(self._record, shard, self._write_id, tuple(self._checksums))
-                write_header(self._headers[shard], header)
+                header = Header(self._record, end.shard, self._write_id, tuple(self._checksums))
+                write_header(self._headers[end.shard], header)
 
 
-class Proof(_Row):
+class Proof(_Passing):
     """Proves that bytes that come are what was asked for.
 
     Args:
@@ -101,12 +123,12 @@ class Proof(_Row):
         Raises:
             CorruptRecord: says what differs; nothing may come then.
         """
-        for shard, block, found in self.ends(pieces):
-            if block != _HEADER:
-                assert self._header is not None, (shard, block)
-                require_checksum(self._header, block, found)
+        for end in self._ends(pieces):
+            if isinstance(end, _CellEnd):
+                assert self._header is not None, end
+                require_checksum(self._header, end.block, end.checksum)
                 continue
-            self._header = header_of(self._headers[shard], self._record, shard)
+            self._header = header_of(self._headers[end.shard], self._record, end.shard)
             write_id = self._header.write_id
             if write_id != self._write_id:
                 raise CorruptRecord(
