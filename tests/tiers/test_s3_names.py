@@ -97,6 +97,7 @@ def test_all_objects_of_a_record_have_names_and_lengths() -> None:
     [
         Message(5, "0123456789abcdef", "room", 1 << 40),
         Message(5, "0123456789abcdef", "gone"),
+        Message(5, "0123456789abcdef", "used"),
         *(
             Message(5, "0123456789abcdef", "clear", scope=Scope(salt, fingerprint))
             for salt in (None, b"", bytes(32))

@@ -103,6 +103,26 @@ def test_one_cap_holds_for_nodes_that_store_at_the_same_time(
         assert len(bucket.names(f"{TOP}/r")) >= CAP_BYTES // LARGE.chunk_bytes // 2
 
 
+def used_names(bucket: Bucket) -> list[str]:
+    """Of the messages that tell what was used."""
+    return [name for name in bucket.names(f"{TOP}/m") if name.endswith(".used")]
+
+
+def test_what_one_node_uses_another_does_not_evict(server: Server, bucket: Bucket) -> None:
+    """It stores four times the cap, and never asks for it itself."""
+    hot = chain_of(ROOT, LARGE, text(5000, 8))
+    count = 4 * CAP_BYTES // LARGE.chunk_bytes
+    with driven(server.port) as one, driven(server.port) as other:
+        one.keep(hot)
+        for number in range(0, count, 8):
+            assert one.find(hot) == hot, number
+            told = used_names(bucket)
+            until(one, lambda told=told: used_names(bucket) not in ([], told))
+            other.keep(chunks(8, first=number))
+        assert other.tier.statistics().evicted > 2 * CAP_BYTES // LARGE.chunk_bytes
+        assert {one.load(record) for record in hot} == {LoadOutcome.LOADED}
+
+
 def test_room_that_a_node_has_claimed_is_nobody_elses(
     server: Server, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
 """Looks at names: at new ones with each survey, at all once an hour, a page at a time.
 
-    TOP/m   what nodes tell: room that they take, what is gone, what was cleared
+    TOP/m   what nodes tell: room that they take, what is gone, was used, or cleared
     TOP/r   records; what is new begins `LAG_MS` before the last look at it
     TOP/p   their other parts, looked at for what killed writers left
 
@@ -20,7 +20,7 @@ from kvtide.errors import CorruptRecord, UnknownFormat
 from kvtide.tiers.remote.kinds import kind_of
 from kvtide.tiers.s3 import names
 from kvtide.tiers.s3.client import LISTED_MAX, Client, Listed
-from kvtide.tiers.s3.mirror import Mirror
+from kvtide.tiers.s3.mirror import USED_MAX, Mirror
 from kvtide.tiers.s3.names import Message
 
 LAG_MS = 60_000
@@ -54,6 +54,8 @@ class Listing:
         self._tries: Counter[bytes] = Counter()
         self._told: deque[bytes] = deque(maxlen=TOLD_MAX)
         self._told_names: list[str] = []
+        self._used_names: list[str] = []
+        self._recent: set[str] = set()
         self._folder = ""
         self._after = ""
         self._began_at = 0
@@ -70,13 +72,15 @@ class Listing:
         began_at = self._mirror.next_stamp()
         first = (self._listed_to or began_at) - LAG_MS
         after = f"{self._mirror.top}/r/{max(0, first):012x}"
+        recent: set[str] = set()
         while True:
             page = await self._client.listed(f"{self._mirror.top}/r", after)
-            await self._take_in(page)
+            await self._take_in([one for one in page if one.name not in self._recent])
+            recent.update(one.name for one in page)
             if len(page) < LISTED_MAX:
                 break
             after = page[-1].name
-        self._listed_to = began_at
+        self._listed_to, self._recent = began_at, recent
 
     async def _read_messages(self) -> None:
         top, after = self._mirror.top, ""
@@ -104,8 +108,10 @@ class Listing:
                     self.look_again()  # it may have been killed while it stored
             elif message.what == "room":
                 others_bytes += message.room_bytes
-            elif one.name not in self._seen:
+            elif one.name not in self._seen and message.what == "gone":
                 await self._read_gone(one.name)
+            elif one.name not in self._seen:
+                await self._read_used(one.name)
         self.others_bytes, self._clears = others_bytes, clears
         self._seen = {one.name for one in listed}
         self._mirror.heed([message for _, message in clears])
@@ -117,6 +123,23 @@ class Listing:
         for at in range(0, len(gone), GONE_ID_BYTES):
             key_ends = at + KEY_BYTES
             self._mirror.removed_by_others(gone[at:key_ends], gone[key_ends : at + GONE_ID_BYTES])
+
+    async def _read_used(self, name: str) -> None:
+        content = await self._client.get(name, USED_MAX * KEY_BYTES)
+        used = b"" if content is None else bytes(content)
+        keys = [used[at : at + KEY_BYTES] for at in range(0, len(used), KEY_BYTES)]
+        self._mirror.used_by_others(keys)
+
+    async def tell_used(self) -> None:
+        """What was found here, so that others do not evict it."""
+        used = self._mirror.take_used()
+        if not used:
+            return
+        old = self._used_names
+        message = Message(self._mirror.next_stamp(), self._writer, "used")
+        self._used_names = [names.message_name(self._mirror.top, message)]
+        await self._client.put(self._used_names[0], [b"".join(used)])
+        await self._client.delete(old)
 
     async def _take_in(self, page: Sequence[Listed]) -> None:
         for one in page:

@@ -26,6 +26,9 @@ from kvtide.tiers.s3.tree import Kind, Row, Tree
 GONE_MAX = 65_536
 """Writes that are remembered as gone: a list that was begun before may still name them."""
 
+USED_MAX = 256
+"""Ends of chains that a node tells of at once: eight kilobytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loading:
@@ -50,6 +53,7 @@ class Mirror:
         self._gone: dict[bytes, None] = {}
         self._victims: dict[bytes, Row] = {}  # by write id
         self._looks = 0
+        self._used: dict[bytes, None] = {}  # ends of what was found since it was told
 
     def next_stamp(self) -> int:
         """Later than all that were seen."""
@@ -63,6 +67,11 @@ class Mirror:
         """See `Session.find`."""
         with self.lock:
             rows, may_go_on = self._tree.match(job)
+            if rows:  # what lies before it is not evicted before it
+                self._used.pop(rows[-1].key, None)
+                self._used[rows[-1].key] = None
+            if len(self._used) > USED_MAX:
+                del self._used[next(iter(self._used))]
             return [row.record for row in rows], may_go_on
 
     def begin_load(self, record: Record) -> Loading | None:
@@ -92,6 +101,19 @@ class Mirror:
             if not is_behind and self._tree.above(record) is None:
                 return StoreOutcome.NOT_ANCHORED
             return None
+
+    def take_used(self) -> list[bytes]:
+        """Keys of what was found here since the last call, in order: of each chain the last."""
+        with self.lock:
+            used, self._used = list(self._used), {}
+            return used
+
+    def used_by_others(self, keys: Iterable[bytes]) -> None:
+        """Another node has found these, in this order."""
+        with self.lock:
+            for row in map(self._tree.index.get, keys):
+                if row is not None:
+                    self._tree.touch([row])
 
     # ---- what comes
 

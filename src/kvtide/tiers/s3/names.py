@@ -35,7 +35,9 @@ PART_BYTES = 8 * MiB
 _FIXED_BYTES = WRITE_ID_BYTES + KIND_BYTES + 2 * KEY_BYTES
 _RECORD = re.compile(r"([0-9a-f]{12})\.([A-Za-z0-9_-]{128})((?:/[A-Za-z0-9_-]+)*)")
 _PART = re.compile(r"([0-9a-f]{12})\.([A-Za-z0-9_-]{64})\.(\d{1,4})")
-_MESSAGE = re.compile(r"([0-9a-f]{12})\.([0-9a-f]{16})\.(room|gone|clear)(?:\.(\w+))?(?:\.(\w+))?")
+_MESSAGE = re.compile(
+    r"([0-9a-f]{12})\.([0-9a-f]{16})\.(room|gone|used|clear)(?:\.(\w+))?(?:\.(\w+))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a node tells: `room` that it may take (bytes), records that are `gone` (they stand in
-    the object), or what it has cleared."""
+    """What a node tells: `room` that it may take (bytes), records that are `gone` or were `used`
+    (they stand in the object), or what it has cleared."""
 
     stamp: int
     writer: str

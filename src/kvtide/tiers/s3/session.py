@@ -275,6 +275,7 @@ class S3Session:
         try:
             await self._listing.refresh()
             await self._room.end_old()
+            await self._listing.tell_used()
         except BaseException:
             self._listing.look_again()
             raise

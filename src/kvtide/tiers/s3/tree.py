@@ -7,7 +7,7 @@ A row stands only behind its parent; one that is heard of before it waits by its
 comes in with it. Rows that nothing stands below are *leaves*, least recently used first: what is
 evicted next.
 
-A row of 16 blocks costs 1.4 KB with its name, a quarter of that its digests. Rows and their
+A row of 16 blocks costs 1.1 KB, a quarter of that its digests. Rows and their
 children name each other, so that ends when one goes: the node does not collect cycles.
 
 Ownership: the mirror's, under its lock.
