@@ -306,6 +306,9 @@ def test_a_name_that_does_not_fit_its_bytes_is_not_taken_in(
     obstore.put(bucket.store, names.record_name(TOP, other), content)
     obstore.put(bucket.store, f"{TOP}/r/what is this", b"")
     obstore.put(bucket.store, f"{TOP}/m/what is this", b"")
+    for what in ("gone", "used"):
+        obstore.put(bucket.store, f"{TOP}/m/{1:012x}.{1:016x}.{what}", bytes(MiB))
+        obstore.put(bucket.store, f"{TOP}/m/{2:012x}.{1:016x}.{what}", bytes(49))
     with driven(server.port) as tier:
         assert tier.tier.statistics().state == "on"
         assert tier.tier.statistics().records == 0

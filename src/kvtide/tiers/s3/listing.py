@@ -118,17 +118,22 @@ class Listing:
         await self._client.delete(old)
 
     async def _read_gone(self, name: str) -> None:
-        content = await self._client.get(name, TOLD_MAX * GONE_ID_BYTES)
-        gone = b"" if content is None else bytes(content)
+        gone = await self._said_in(name, TOLD_MAX * GONE_ID_BYTES)
         for at in range(0, len(gone), GONE_ID_BYTES):
             key_ends = at + KEY_BYTES
             self._mirror.removed_by_others(gone[at:key_ends], gone[key_ends : at + GONE_ID_BYTES])
 
     async def _read_used(self, name: str) -> None:
-        content = await self._client.get(name, USED_MAX * KEY_BYTES)
-        used = b"" if content is None else bytes(content)
+        used = await self._said_in(name, USED_MAX * KEY_BYTES)
         keys = [used[at : at + KEY_BYTES] for at in range(0, len(used), KEY_BYTES)]
         self._mirror.used_by_others(keys)
+
+    async def _said_in(self, name: str, bytes_max: int) -> bytes:
+        try:
+            content = await self._client.get(name, bytes_max)
+        except CorruptRecord:  # none of us wrote it
+            return b""
+        return b"" if content is None else bytes(content)
 
     async def tell_used(self) -> None:
         """What was found here, so that others do not evict it."""
