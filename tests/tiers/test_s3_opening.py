@@ -1,6 +1,8 @@
 """What entries of `tiers` say of a bucket, and what becomes of them."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -54,6 +56,31 @@ def opened(**given: Any) -> DrivenTier:
     woken = threading.Event()
     tier = registry.load("s3").open(options(**given), woken.set, 8 * MiB)
     return DrivenTier(tier, woken, WAIT_S)
+
+
+# ---- the package
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_package_is_asked_for_by_this_tier_alone(is_there: bool) -> None:
+    """A node runs without it, and says what to install to who wants a bucket; none needs torch."""
+    code = f"""
+import sys
+if not {is_there}:
+    sys.modules["obstore"] = None
+import kvtide.node.main, kvtide.cli.main
+from kvtide.errors import ConfigError
+from kvtide.tiers import registry
+assert not sys.modules.get("obstore")
+try:
+    registry.load("s3")
+except ConfigError as error:
+    print(error)
+assert "torch" not in sys.modules
+"""
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert ("pip install 'kvtide[s3]'" in said) != is_there, said
 
 
 # ---- words
