@@ -18,7 +18,7 @@ from kvtide.tiers.redis.resp import Connection, Reply, ServerError
 from kvtide.tiers.redis.routes import Routes
 from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.census import Census
-from kvtide.tiers.remote.kinds import KIND_BYTES, kind_of
+from kvtide.tiers.remote.kinds import kind_of
 from kvtide.tiers.remote.session import Put
 from kvtide.tiers.scope import Scope
 
@@ -28,6 +28,7 @@ SCRIPT = (resources.files(__package__) / "index.lua").read_bytes()
 _SHA = hashlib.sha1(SCRIPT, usedforsecurity=False).hexdigest().encode()
 WRITE_IDS_MAX = 8192
 """Noted at once: all that is found for one prompt, several times."""
+_KIND_BYTES = 16
 _PARTS_BYTES = 20
 _ROW_AT = 92
 _HEAD_BYTES = 21
@@ -294,7 +295,7 @@ class Index:
                 if told[:1] != b"1":  # it was not whole, and began anew
                     self._census.counted({})
                 kinds_at = _HEAD_BYTES + _PARTS_BYTES * int(told[17:_HEAD_BYTES])
-                self._census.said(int(told[1:17]), _cut(told[kinds_at:], KIND_BYTES))
+                self._census.said(int(told[1:17]), _cut(told[kinds_at:], _KIND_BYTES))
                 self._victims += _cut(told[_HEAD_BYTES:kinds_at], _PARTS_BYTES)
                 return result
         raise _nonsense(reply)
