@@ -86,7 +86,7 @@ def test_a_store_that_is_too_slow_costs_its_bound_and_then_nothing(
         assert tier.load(record) is LoadOutcome.BROKEN
         assert tier.find([record]) == []
         assert tier.store([other]) == [StoreOutcome.BROKEN]
-        assert time.monotonic() - began_s < 0.1, "it was not asked"
+        assert time.monotonic() - began_s < HASTY.call_s, "it was not asked"
         assert "in time" in tier.tier.statistics().state
         proxy.delay_s = proxy.bytes_per_s = 0
         if fault == "stalled":
