@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import obstore
+import pytest
 from obstore.store import S3Store
 
 from kvtide.core.records import Record
@@ -21,6 +22,12 @@ from kvtide.tiers.s3.mirror import Mirror
 from kvtide.tiers.s3.session import Limits, S3Session
 from kvtide.units import MiB
 
+PROGRAMS = [
+    "rclone",
+    pytest.param("moto", marks=pytest.mark.long),
+    pytest.param("radosgw", marks=pytest.mark.slow),
+]
+"""Servers that tests run on."""
 TOP = "kvtide/1"
 QUEUE_BYTES_MAX = 8 * MiB
 WAIT_S = 30.0

@@ -21,7 +21,7 @@ from kvtide.tiers.s3.session import Limits
 from kvtide.units import KiB, MiB
 from tests.tiers.certificates import made_certificates
 from tests.tiers.s3_answers import Front, refusing, served
-from tests.tiers.s3_place import TOP, Bucket, driven, until
+from tests.tiers.s3_place import PROGRAMS, TOP, Bucket, driven, until
 
 ROOT = root_of()
 SMALL = layout_of(4096, 8192)
@@ -29,9 +29,11 @@ LARGE = layout_of(256 * KiB)
 HASTY = Limits(call_s=0.5, put_s=1.0)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with object_servers.running("rclone", tmp_path_factory.mktemp("rclone")) as one:
+@pytest.fixture(scope="module", params=PROGRAMS)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    with object_servers.running(request.param, tmp_path_factory.mktemp(request.param)) as one:
         yield one
 
 
@@ -191,14 +193,16 @@ def test_a_bucket_that_is_not_there_is_no_miss(proxy: Proxy) -> None:
         heal(tier, record)
 
 
-def test_wrong_keys_are_said_in_words(server: Server, bucket: Bucket) -> None:
+def test_wrong_keys_are_said_in_words(tmp_path: Path) -> None:
     """They never become right, and cost nothing."""
     record = records(1)[0]
-    with driven(server.port, config={"secret_access_key": "wrong"}) as tier:
-        assert tier.store([record]) == [StoreOutcome.FAILED]
-        assert "SignatureDoesNotMatch" in tier.tier.statistics().state
-        assert tier.find([record]) == []
-    assert bucket.names() == []
+    wrong = {"secret_access_key": "wrong"}
+    with object_servers.running("rclone", tmp_path) as server:
+        with driven(server.port, config=wrong) as tier:
+            assert tier.store([record]) == [StoreOutcome.FAILED]
+            assert "SignatureDoesNotMatch" in tier.tier.statistics().state
+            assert tier.find([record]) == []
+        assert Bucket(server.port).names() == []
 
 
 def test_a_store_that_deletes_objects_only_singly_is_as_good(

@@ -14,7 +14,7 @@ from kvtide.tiers.s3 import listing, names
 from kvtide.tiers.s3.names import Message
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.units import KiB, MiB
-from tests.tiers.s3_place import TOP, Bucket, driven, until
+from tests.tiers.s3_place import PROGRAMS, TOP, Bucket, driven, until
 
 ROOT = root_of()
 SMALL = layout_of(4096, 8192)
@@ -24,9 +24,11 @@ OTHER = "00000000000000ab"
 """A node of which only messages are left."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with object_servers.running("rclone", tmp_path_factory.mktemp("rclone")) as one:
+@pytest.fixture(scope="module", params=PROGRAMS)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    with object_servers.running(request.param, tmp_path_factory.mktemp(request.param)) as one:
         yield one
 
 
