@@ -126,11 +126,11 @@ def driven(port: int, bytes_max: int = 8 * MiB, **more: Any) -> Iterator[DrivenT
 
 
 def until(tier: DrivenTier, is_so: Callable[[], bool]) -> None:
-    """Let time pass, so that it looks into the bucket, until this is so."""
+    """Let time pass, so that it looks into the bucket, until this is so and nothing runs."""
     remote = tier.tier
     assert isinstance(remote, RemoteTier)
     deadline_s = time.monotonic() + WAIT_S
-    while not is_so():
+    while not is_so() or remote._workers.running():
         assert time.monotonic() < deadline_s, remote.statistics()
         if not remote._workers.running():  # what runs shall not seem to hang
             tier.pass_time(SURVEY_MS)
