@@ -65,7 +65,14 @@ def heal(tier: DrivenTier, record: Record) -> None:
 # ---- it says nothing, or not enough
 
 
-@pytest.mark.parametrize("fault", ["stalled", "throttled", "delayed"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "stalled",
+        pytest.param("throttled", marks=pytest.mark.long),
+        pytest.param("delayed", marks=pytest.mark.long),
+    ],
+)
 def test_a_store_that_is_too_slow_costs_its_bound_and_then_nothing(
     proxy: Proxy, fault: str
 ) -> None:
