@@ -79,6 +79,8 @@ class Front(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Front)
         self.port = port
         self.refused = 0
+        self.unreadable = "?"
+        """Objects whose names end so cannot be got."""
 
 
 class _Front(BaseHTTPRequestHandler):
@@ -90,6 +92,9 @@ class _Front(BaseHTTPRequestHandler):
         if self.command == "POST":
             self.server.refused += 1
             self.reply(501, {}, ERROR.format(code="NotImplemented").encode())
+            return
+        if self.command == "GET" and self.path.endswith(self.server.unreadable):
+            self.reply(500, {}, ERROR.format(code="InternalError").encode())
             return
         with closing(HTTPConnection("127.0.0.1", self.server.port)) as behind:
             behind.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)

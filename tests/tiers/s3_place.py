@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import obstore
+import pytest
 from obstore.store import S3Store
 
 from kvtide.core.records import Record
@@ -21,6 +22,12 @@ from kvtide.tiers.s3.mirror import Mirror
 from kvtide.tiers.s3.session import Limits, S3Session
 from kvtide.units import MiB
 
+PROGRAMS = [
+    "rclone",
+    pytest.param("moto", marks=pytest.mark.long),
+    pytest.param("radosgw", marks=pytest.mark.slow),
+]
+"""Servers that tests run on."""
 TOP = "kvtide/1"
 QUEUE_BYTES_MAX = 8 * MiB
 WAIT_S = 30.0
@@ -119,11 +126,11 @@ def driven(port: int, bytes_max: int = 8 * MiB, **more: Any) -> Iterator[DrivenT
 
 
 def until(tier: DrivenTier, is_so: Callable[[], bool]) -> None:
-    """Let time pass, so that it looks into the bucket, until this is so."""
+    """Let time pass, so that it looks into the bucket, until this is so and nothing runs."""
     remote = tier.tier
     assert isinstance(remote, RemoteTier)
     deadline_s = time.monotonic() + WAIT_S
-    while not is_so():
+    while not is_so() or remote._workers.running():
         assert time.monotonic() < deadline_s, remote.statistics()
         if not remote._workers.running():  # what runs shall not seem to hang
             tier.pass_time(SURVEY_MS)

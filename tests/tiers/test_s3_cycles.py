@@ -106,7 +106,7 @@ def test_calls_that_go_well_leave_no_cycles(place: Place) -> None:
         assert cycles_of(call) < CALLS, call
 
 
-@pytest.mark.parametrize("fault", ["refused", "stalled"])
+@pytest.mark.parametrize("fault", ["refused", pytest.param("stalled", marks=pytest.mark.long)])
 def test_calls_that_fail_leave_no_cycles(place: Place, fault: str) -> None:
     """Errors would keep the frames that they came through, and those the cells."""
     assert cycles_of(lambda: place.load_in_vain(fault)) < CALLS

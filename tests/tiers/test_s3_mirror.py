@@ -74,19 +74,23 @@ def test_the_earlier_of_two_writes_stays_whichever_is_heard_of_first() -> None:
         assert loading.written == early
 
 
-def test_what_is_gone_does_not_come_back_by_an_old_list() -> None:
-    """A list that was begun before it was deleted."""
+def test_what_is_gone_does_not_come_back_but_is_deleted_again() -> None:
+    """A list names it that was begun before, or a call that was given up has made it since."""
     chain = chain_of(root_of(), LAYOUT, text(1, 8))
     mirror = knowing(*chain)
     first, second = (write_of(record, stamp, stamp) for stamp, record in enumerate(chain, 1))
     for written in (first, second):
-        mirror.take_in(written)
+        assert mirror.take_in(written)
     mirror.removed_by_others(chain[0].key, first.write_id)
     empty(mirror)
-    for written in (first, second):
-        mirror.take_in(written)
-    assert found(mirror, chain) == []
     assert mirror.used_bytes == 0
+    assert not mirror.take_in(first), "salts come and go: what has no records is not known"
+    mirror.learned(chain[0].root, chain[0].layout)
+    for written in (first, second, first):
+        assert mirror.take_in(written)
+    assert found(mirror, chain) == []
+    assert mirror.used_bytes > 0
+    assert [row.written for row in mirror.take_victims(9)] == [first, second]
 
 
 def test_a_store_that_failed_counts_until_what_there_may_be_of_it_is_deleted() -> None:

@@ -14,7 +14,8 @@ from kvtide.tiers.s3 import listing, names
 from kvtide.tiers.s3.names import Message
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.units import KiB, MiB
-from tests.tiers.s3_place import TOP, Bucket, driven, until
+from tests.tiers.s3_answers import Front, served
+from tests.tiers.s3_place import PROGRAMS, TOP, Bucket, driven, until
 
 ROOT = root_of()
 SMALL = layout_of(4096, 8192)
@@ -24,9 +25,11 @@ OTHER = "00000000000000ab"
 """A node of which only messages are left."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with object_servers.running("rclone", tmp_path_factory.mktemp("rclone")) as one:
+@pytest.fixture(scope="module", params=PROGRAMS)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    with object_servers.running(request.param, tmp_path_factory.mktemp(request.param)) as one:
         yield one
 
 
@@ -101,6 +104,23 @@ def test_one_cap_holds_for_nodes_that_store_at_the_same_time(
             assert {tier.stored(job) for tier, job in jobs} == {StoreOutcome.STORED}
             assert bucket.bytes_taken() <= CAP_BYTES
         assert len(bucket.names(f"{TOP}/r")) >= CAP_BYTES // LARGE.chunk_bytes // 2
+
+
+def test_a_message_that_cannot_be_read_holds_up_nothing(server: Server, bucket: Bucket) -> None:
+    """It may be deleted meanwhile, as the next one replaces it; if not, it is read later."""
+    chain = chain_of(ROOT, SMALL, text(1, 4))
+    front = Front(server.port)
+    front.unreadable = ".gone"
+    port = front.server_address[1]
+    with served(front), driven(server.port) as one, driven(port) as other:
+        one.keep(chain)
+        until(other, lambda: other.find(chain) == chain)
+        bucket.change(bucket.objects_of(chain[0])[-1])
+        assert one.load(chain[0]) is LoadOutcome.CORRUPT
+        assert other.store(chunks(9, first=100)) == [StoreOutcome.STORED] * 9
+        assert other.find(chain) == chain, "it has not heard of it"
+        front.unreadable = "?"
+        until(other, lambda: other.find(chain) == [])
 
 
 def used_names(bucket: Bucket) -> list[str]:

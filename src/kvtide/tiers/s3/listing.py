@@ -16,7 +16,7 @@ from itertools import chain
 
 from kvtide.codec.record import HEADER_BYTES_MAX, WRITE_ID_BYTES, read_header
 from kvtide.core.keys import KEY_BYTES
-from kvtide.errors import CorruptRecord, UnknownFormat
+from kvtide.errors import CorruptRecord, PlaceFailed, UnknownFormat
 from kvtide.tiers.remote.kinds import kind_of
 from kvtide.tiers.s3 import names
 from kvtide.tiers.s3.client import LISTED_MAX, Client, Listed
@@ -51,6 +51,7 @@ class Listing:
         self._mirror = mirror
         self._writer = writer
         self._seen: set[str] = set()
+        self._unread: set[str] = set()
         self._tries: Counter[bytes] = Counter()
         self._told: deque[bytes] = deque(maxlen=TOLD_MAX)
         self._told_names: list[str] = []
@@ -113,7 +114,8 @@ class Listing:
             elif one.name not in self._seen:
                 await self._read_used(one.name)
         self.others_bytes, self._clears = others_bytes, clears
-        self._seen = {one.name for one in listed}
+        self._seen = {one.name for one in listed} - self._unread
+        self._unread.clear()
         self._mirror.heed([message for _, message in clears])
         await self._client.delete(old)
 
@@ -132,6 +134,9 @@ class Listing:
         try:
             content = await self._client.get(name, bytes_max)
         except CorruptRecord:  # none of us wrote it
+            return b""
+        except PlaceFailed:  # some servers break off what is deleted meanwhile, as it is replaced
+            self._unread.add(name)
             return b""
         return b"" if content is None else bytes(content)
 
