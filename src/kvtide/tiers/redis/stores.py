@@ -183,16 +183,17 @@ class Stores:
                 last.append((name, pieces))
             else:
                 asked.append(self._set(name, pieces))
-        asked += [self._set(name, pieces) for name, pieces in last]
+        final = last[-1][0] if self._routes.are_one else None  # `complete` follows it at once
+        asked += [self._set(name, pieces, goes_on=name is final) for name, pieces in last]
         return names, asked
 
     def _abandon(self, one: _UnderWay, begun: Begun, answer: IndexAnswer) -> None:
         sent = self._index.abandon(one.put.record, one.put.write_id, begun.life)
         self._due.append(partial(self._read_abandoned, one, sent, answer))
 
-    def _set(self, name: bytes, pieces: Sequence[memoryview]) -> _Asked:
+    def _set(self, name: bytes, pieces: Sequence[memoryview], *, goes_on: bool = False) -> _Asked:
         connection = self._routes.of(name)
-        connection.send(b"SET", name, pieces)
+        connection.send(b"SET", name, pieces, goes_on=goes_on)
         return name, connection
 
     def _read_parts(self, one: _UnderWay, asked: list[_Asked]) -> None:
