@@ -16,6 +16,7 @@ from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.breaker import FAILURES_MAX
+from kvtide.tiers.remote.workers import StoreOp
 from kvtide.tiers.s3 import names
 from kvtide.tiers.s3.session import Limits
 from kvtide.units import KiB, MiB
@@ -210,6 +211,16 @@ def test_wrong_keys_are_said_in_words(tmp_path: Path) -> None:
             assert "SignatureDoesNotMatch" in tier.tier.statistics().state
             assert tier.find([record]) == []
         assert Bucket(server.port).names() == []
+
+
+def test_a_store_that_was_dropped_before_it_began_tells_nothing_of_the_place(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not asked for it: what is wrong there goes on to be said."""
+    with proxy.refusing(), driven(proxy.port) as tier:
+        monkeypatch.setattr(StoreOp, "is_doomed", property(lambda _: True))
+        assert tier.store(records(1)) == [StoreOutcome.NOT_ANCHORED]
+        assert "it has not worked yet" in tier.tier.statistics().state
 
 
 def test_a_store_that_deletes_objects_only_singly_is_as_good(

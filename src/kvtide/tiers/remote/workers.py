@@ -357,7 +357,7 @@ class Workers:
         def next_put() -> Put | None:
             op = waiting.pop() if waiting else self._next_store()
             while op is not None and op.is_doomed:
-                self._say(Ended(op, outcome=StoreOutcome.NOT_ANCHORED))
+                self._say(Ended(op, is_told=True, outcome=StoreOutcome.NOT_ANCHORED))
                 begun.pop(op.write_id, None)
                 op = self._next_store()
             if op is None:
