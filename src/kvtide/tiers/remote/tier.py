@@ -371,10 +371,9 @@ class RemoteTier:
     def _is_blocked(self) -> bool:
         """Whether all threads of a kind have a call that does not come back: whatever others
         show, what they are given would wait."""
-        hung_loads = sum(isinstance(op, LoadOp) for op in self._hung.told)
-        is_other_hung = hung_loads < len(
-            self._hung.told
-        )  # lookups and writes have one thread each
+        hung = self._hung.told
+        hung_loads = sum(isinstance(op, LoadOp) for op in hung)
+        is_other_hung = hung_loads < len(hung)  # lookups and writes have one thread each
         return hung_loads >= LOAD_THREADS or is_other_hung
 
     def _end_what_waits(self, loads: LoadOutcome, stores: StoreOutcome) -> None:
