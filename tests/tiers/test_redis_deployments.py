@@ -1,9 +1,7 @@
 """A redis tier on what people run: a unix socket, TLS, Sentinels, a cluster."""
 
-import functools
 import socket
 import ssl
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -27,6 +25,7 @@ from kvtide.tiers.redis.resp import Connection, ServerError
 from kvtide.tiers.redis.routes import slot_of
 from kvtide.units import KiB
 from tests.tiers import redis_cluster
+from tests.tiers.certificates import made_certificates
 from tests.tiers.redis_place import driven, heal, part_names
 
 ROOT = root_of()
@@ -60,20 +59,6 @@ def test_another_database(tmp_path: Path) -> None:
 
 
 # ---- TLS
-
-
-def made_certificates(directory: Path, name: str) -> None:
-    """A CA, and a certificate for 127.0.0.1 that it signed, with its key."""
-    run = functools.partial(subprocess.run, check=True, cwd=directory, capture_output=True)
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    ca = ["-keyout", f"{name}-ca.key", "-out", f"{name}-ca.crt", "-subj", f"/CN={name} CA"]
-    run(["openssl", "req", "-x509", *key, *ca, "-days", "30"])
-    request = ["-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}"]
-    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
-    run(["openssl", "req", *key, *request, *names])
-    signed = ["-CA", f"{name}-ca.crt", "-CAkey", f"{name}-ca.key", "-CAcreateserial"]
-    more = ["-copy_extensions", "copy", "-days", "30", "-out", f"{name}.crt"]
-    run(["openssl", "x509", "-req", "-in", f"{name}.csr", *signed, *more])
 
 
 @pytest.fixture

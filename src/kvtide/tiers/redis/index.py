@@ -6,23 +6,21 @@ Ownership: one thread's.
 import enum
 import hashlib
 import re
-import struct
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import resources
 
 from kvtide.codec.record import WRITE_ID_BYTES
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
-from kvtide.core.layout import KVLayout
-from kvtide.core.records import Record, RootName
+from kvtide.core.records import Record
 from kvtide.errors import PlaceFailed
 from kvtide.tiers.base import LookupJob
 from kvtide.tiers.redis.resp import Connection, Reply, ServerError
 from kvtide.tiers.redis.routes import Routes
 from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.census import Census
+from kvtide.tiers.remote.kinds import kind_of
 from kvtide.tiers.remote.session import Put
 from kvtide.tiers.scope import Scope
 
@@ -99,18 +97,6 @@ class GivenUp:
 
     write_id: bytes
     part_count: int
-
-
-@lru_cache(maxsize=64)
-def kind_of(root: RootName, layout: KVLayout) -> bytes:
-    """16 bytes that stand for a root and a layout."""
-    running = hashlib.sha256(b"kvtide kind 1")
-    for value in (root.key, root.fingerprint, root.epoch, root.salt_digest):
-        running.update(struct.pack("<H", len(value)) + value)
-    sizes = layout.cell_bytes
-    running.update(struct.pack("<II", layout.block_tokens, layout.chunk_tokens))
-    running.update(struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes))
-    return running.digest()[:_KIND_BYTES]
 
 
 class Index:

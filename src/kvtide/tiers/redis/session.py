@@ -39,6 +39,8 @@ server keeps no more than this for a reader that is slow."""
 class RedisSession:
     """See `Session`."""
 
+    answers_lookups = False
+
     def __init__(
         self,
         address: Address,

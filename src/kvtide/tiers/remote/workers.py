@@ -91,8 +91,8 @@ Op: TypeAlias = AskOp | LoadOp | StoreOp | ClearOp | ProbeOp | SweepOp
 
 @dataclass(slots=True)
 class Ended:
-    """How an operation ended: with `error`, or as it says. `is_told`: it is the error of another
-    one, too, which tells of it."""
+    """How an operation ended: with `error`, or as it says. `is_told`: it does not tell whether the
+    place works; it was not asked, or another operation has the same error and tells of it."""
 
     op: Op
     error: PlaceFailed | None = None
@@ -318,9 +318,12 @@ class Workers:
         match op:
             case AskOp(job):
                 found, may_go_on = session.find(job)
-                return Ended(op, found=found, may_go_on=may_go_on)
+                is_told = session.answers_lookups
+                return Ended(op, is_told=is_told, found=found, may_go_on=may_go_on)
             case LoadOp(job):
-                return Ended(op, outcome=session.load(job.record, job.cells))
+                outcome = session.load(job.record, job.cells)
+                is_told = session.answers_lookups and outcome is not LoadOutcome.LOADED
+                return Ended(op, outcome=outcome, is_told=is_told)
             case ProbeOp():
                 self._clear_all(session)
                 session.survey()
@@ -354,7 +357,7 @@ class Workers:
         def next_put() -> Put | None:
             op = waiting.pop() if waiting else self._next_store()
             while op is not None and op.is_doomed:
-                self._say(Ended(op, outcome=StoreOutcome.NOT_ANCHORED))
+                self._say(Ended(op, is_told=True, outcome=StoreOutcome.NOT_ANCHORED))
                 begun.pop(op.write_id, None)
                 op = self._next_store()
             if op is None:
@@ -363,7 +366,8 @@ class Workers:
             return Put(op.job.record, op.write_id, op.job.cells)
 
         def ended(put: Put, outcome: StoreOutcome) -> None:
-            self._say(Ended(begun.pop(put.write_id), outcome=outcome))
+            is_told = session.answers_lookups and outcome is not StoreOutcome.STORED
+            self._say(Ended(begun.pop(put.write_id), outcome=outcome, is_told=is_told))
 
         try:
             self._clear_all(session)
