@@ -25,6 +25,7 @@ from tests.tiers.disk_place import (
     driven,
     files_of,
     open_disk,
+    settle,
     tails,
 )
 
@@ -95,8 +96,8 @@ def test_stores_that_fail_open_the_breaker_with_one_line_and_it_heals(
         assert f"errno {code}" in tier.tier.statistics().state
         caplog.clear()
         heal(tier)
-        assert len(lines_of(caplog, logging.WARNING)) == 1
         assert set(tier.store(tails(20))) <= {StoreOutcome.STORED, StoreOutcome.HELD}
+        assert len(lines_of(caplog, logging.WARNING)) == 1
         assert_holds(tier, tails(20) + tails(8, first=500), [])
     with driven(kv) as tier:
         assert_holds(tier, tails(20) + tails(8, first=500), [])
@@ -121,6 +122,52 @@ def test_loads_that_fail_open_the_breaker_with_one_line_and_it_heals(
         assert len(lines_of(caplog, logging.ERROR)) == 1
         heal(tier)
         assert_holds(tier, records, [])
+
+
+def test_a_probe_that_works_where_stores_do_not_is_no_reason_to_say_more(
+    kv: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half a minute of stores to a drive that refuses records, and nothing else: one line, few
+    tries, also where what goes meanwhile can be removed."""
+    with driven(kv) as tier:
+        tier.keep(tails(200))
+        faults = faults_of(tier)
+        faults.fail(Call.WRITE, errno.EIO, path_part=".segment")
+        caplog.clear()
+        for second in range(30):
+            tier.store(tails(6, first=1_000 + 10 * second))
+            disk_of(tier).remove([tails(1, first=second)[0].key])
+            tier.pass_time(1_000)
+            settle(tier)
+            while disk_of(tier)._writes.is_probing:
+                tier.poll_for(0.05)
+        assert tier.tier.statistics().stored["failed"] <= FAILURES_MAX + 5
+        assert len(lines_of(caplog, logging.WARNING)) == 1
+        heal(tier)
+        tier.keep(tails(4, first=900))
+        assert len(lines_of(caplog, logging.WARNING)) == 2
+
+
+def test_reads_that_a_probe_can_do_and_loads_cannot_are_told_of_once(
+    kv: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A drive that gives a page and no more."""
+    chunks = [chain_of(ROOT, LARGE, text(number, 4))[0] for number in range(8)]
+    with driven(kv) as tier:
+        tier.keep(chunks)
+        files = faults_of(tier)
+        files.fail(Call.READ, errno.ENOMEM, bytes_over=4096)
+        for second in range(30):
+            for record in chunks[:6]:
+                assert tier.load(record) in (LoadOutcome.FAILED, LoadOutcome.BROKEN), second
+            tier.pass_time(1_000)
+            while disk_of(tier)._reads.is_probing:
+                tier.poll_for(0.05)
+        assert tier.tier.statistics().loaded["failed"] <= FAILURES_MAX + 5
+        assert len(lines_of(caplog, logging.WARNING)) == 1
+        heal(tier)
+        assert_holds(tier, chunks, [])
+        assert len(lines_of(caplog, logging.WARNING)) == 2
 
 
 def test_the_breaker_tries_again_after_a_second_then_after_two(kv: Path) -> None:

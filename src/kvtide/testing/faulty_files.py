@@ -82,6 +82,7 @@ class _Fault:
     path_part: str
     skip: int
     left: int | None
+    bytes_over: int
 
 
 class FaultyFiles:
@@ -115,14 +116,16 @@ class FaultyFiles:
         nth: int = 1,
         count: int | None = None,
         path_part: str = "",
+        bytes_over: int = 0,
     ) -> None:
         """From the `nth` such call from now on, `count` of them fail, or all until `heal`.
 
-        Only those whose path has `path_part` in it are meant, and counted.
+        Only those whose path has `path_part` in it are meant, and counted; and of reads and writes
+        only those of more than `bytes_over`.
         """
         assert nth > 0, nth
         with self._change:
-            self._faults.append(_Fault(call, code, path_part, nth - 1, count))
+            self._faults.append(_Fault(call, code, path_part, nth - 1, count, bytes_over))
 
     def fail_all(self, code: int = errno.EIO) -> None:
         """Every call fails from now on."""
@@ -216,7 +219,9 @@ class FaultyFiles:
 
     # ---- how it goes wrong
 
-    def _enter(self, call: Call, path: str, *, is_changing: bool = False) -> None:
+    def _enter(
+        self, call: Call, path: str, *, is_changing: bool = False, length_bytes: int = 1
+    ) -> None:
         """Count a call; stall it; raise what it fails with."""
         with self._change:
             self.calls[call] += 1
@@ -226,15 +231,18 @@ class FaultyFiles:
                 self._change.notify_all()
                 self._change.wait_for(lambda: call not in self._stalled)
                 self._waiting -= 1
-            code = self._code_of(call, path, is_changing=is_changing or call in CHANGING)
+            is_changing = is_changing or call in CHANGING
+            code = self._code_of(call, path, is_changing, length_bytes)
             if code:
                 self.injected[f"{call} {errno.errorcode[code]}"] += 1
                 raise OSError(code, os.strerror(code), path)
 
-    def _code_of(self, call: Call, path: str, *, is_changing: bool) -> int:
+    def _code_of(self, call: Call, path: str, is_changing: bool, length_bytes: int) -> int:
         """What a call fails with; 0: it does not."""
         for fault in self._faults:
             if fault.call is not call or fault.path_part not in path or fault.left == 0:
+                continue
+            if length_bytes <= fault.bytes_over:
                 continue
             if fault.skip:
                 fault.skip -= 1
@@ -278,10 +286,10 @@ class FaultyFiles:
 
     def write_at(self, descriptor: int, parts: Sequence[Buffer], offset_bytes: int) -> int:
         path = self._path(descriptor)
-        self._enter(Call.WRITE, path)
         views = [memoryview(part) for part in parts]
+        wanted_bytes = sum(len(view) for view in views)
+        self._enter(Call.WRITE, path, length_bytes=wanted_bytes)
         with self._change:
-            wanted_bytes = sum(len(view) for view in views)
             if self._room_bytes == 0 and wanted_bytes:
                 self.injected["write ENOSPC"] += 1
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
@@ -296,9 +304,10 @@ class FaultyFiles:
         return done
 
     def read_at(self, descriptor: int, parts: Sequence[memoryview], offset_bytes: int) -> int:
-        self._enter(Call.READ, self._path(descriptor))
+        wanted_bytes = sum(len(part) for part in parts)
+        self._enter(Call.READ, self._path(descriptor), length_bytes=wanted_bytes)
         with self._change:
-            allowed = self._limit(Call.READ, sum(len(part) for part in parts))
+            allowed = self._limit(Call.READ, wanted_bytes)
         return self._files.read_at(descriptor, _first(parts, allowed), offset_bytes)
 
     def truncate(self, descriptor: int, length_bytes: int) -> None:

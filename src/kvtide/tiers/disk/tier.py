@@ -124,6 +124,7 @@ class DiskTier:
         disk = f"disk {self._directory.path}"
         self._reads = Breaker("reads", disk, logger)
         self._writes = Breaker("writes", disk, logger)
+        self._do_stores_fail = False  # the last one did
         self._workers = Workers(self._directory, wake)
         self._hung: Hung[LoadOp] = Hung(lambda _: T_LOAD_MS)
         self._room = Room(disk, self._catalog, self._space, self._workers)
@@ -298,17 +299,17 @@ class DiskTier:
             case StoreOp() as op:
                 self._space.measured(op.place.segment, ended.allocated)
                 self._stores.take(op, ended)
-                self._judge_write(ended.error)
+                self._judge_write(ended)
             case FreeOp() | UnlinkOp() as op:
                 self._space.measured(op.segment, ended.allocated)
                 self._room.ended(ended)
-                self._judge_write(ended.error)
+                self._judge_write(ended)
             case SealOp() as op:
                 self._space.measured(op.segment, ended.allocated)
                 self._room.sealed(ended)
             case ClearOp():
                 self._clears.ended(ended)
-                self._judge_write(ended.error)
+                self._judge_write(ended)
             case MeasureOp():
                 self._is_measuring = False
                 self._clears.forget(self._space.segments)
@@ -357,10 +358,16 @@ class DiskTier:
 
     # ---- when the place fails
 
-    def _judge_write(self, error: Exception | None) -> None:
-        if error is None:
-            self._writes.succeeded()
-        elif self._writes.failed(error, self._now_ms):
+    def _judge_write(self, ended: Ended) -> None:
+        """Where stores fail, that something can still be removed says nothing of them."""
+        is_store = isinstance(ended.op, StoreOp)
+        if ended.error is None:
+            self._do_stores_fail = self._do_stores_fail and not is_store
+            if not self._do_stores_fail:
+                self._writes.succeeded()
+            return
+        self._do_stores_fail = self._do_stores_fail or is_store
+        if self._writes.failed(ended.error, self._now_ms):
             self._room.roll()
             self._stores.take_back(StoreOutcome.BROKEN)
 
