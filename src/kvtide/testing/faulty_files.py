@@ -70,6 +70,7 @@ CHANGING = frozenset(
 )
 """Refused by a file system that is mounted read-only, with `OPEN` for writing."""
 
+PAGE = 4096
 _FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
@@ -101,6 +102,7 @@ class FaultyFiles:
         self._waiting = 0
         self._bytes_max: dict[Call, int] = {}
         self._room_bytes: int | None = None
+        self._full_code, self._is_room_told = errno.ENOSPC, True
         self._is_read_only = False
         self._is_vanished = False
         self._all_code = 0
@@ -142,13 +144,18 @@ class FaultyFiles:
         with self._change:
             self._is_read_only = True
 
-    def fill_after(self, room_bytes: int) -> None:
+    def fill_after(
+        self, room_bytes: int, code: int = errno.ENOSPC, *, is_told: bool = True
+    ) -> None:
         """So many more bytes may be written, the last ones by a short write; then it is full.
 
-        What is punched or unlinked makes room again.
+        What is punched or unlinked makes room again. Not told, as a quota is not: `free_space`
+        says what the drive has.
         """
         with self._change:
             self._room_bytes = room_bytes
+            self._full_code = code
+            self._is_room_told = is_told
 
     def shorten(self, call: Call, bytes_max: int) -> None:
         """A read or write moves at most so many bytes (whole pages, where I/O is direct)."""
@@ -290,10 +297,13 @@ class FaultyFiles:
         wanted_bytes = sum(len(view) for view in views)
         self._enter(Call.WRITE, path, length_bytes=wanted_bytes)
         with self._change:
-            if self._room_bytes == 0 and wanted_bytes:
-                self.injected["write ENOSPC"] += 1
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-            allowed = self._limit(Call.WRITE, wanted_bytes, self._room_bytes)
+            room_bytes = self._room_bytes
+            if room_bytes is not None and wanted_bytes % PAGE == 0:
+                room_bytes -= room_bytes % PAGE  # direct I/O moves whole ones
+            if room_bytes == 0 and wanted_bytes:
+                self.injected[f"write {errno.errorcode[self._full_code]}"] += 1
+                raise OSError(self._full_code, os.strerror(self._full_code), path)
+            allowed = self._limit(Call.WRITE, wanted_bytes, room_bytes)
             if self._room_bytes is not None:
                 self._room_bytes -= allowed  # ahead of the call: another may run beside it
         done = 0
@@ -369,7 +379,7 @@ class FaultyFiles:
         """What `fill_after` leaves is what is free."""
         self._enter(Call.FREE_SPACE, directory)
         space = self._files.free_space(directory)
-        if self._room_bytes is None:
+        if self._room_bytes is None or not self._is_room_told:
             return space
         return replace(space, free_bytes=min(space.free_bytes, self._room_bytes))
 

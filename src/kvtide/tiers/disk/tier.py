@@ -129,6 +129,7 @@ class DiskTier:
         self._hung: Hung[LoadOp] = Hung(lambda _: T_LOAD_MS)
         self._room = Room(disk, self._catalog, self._space, self._workers)
         self._stores = Stores(
+            disk,
             self._catalog,
             self._space,
             self._room,
@@ -298,8 +299,8 @@ class DiskTier:
                 self._take_load(op, ended)
             case StoreOp() as op:
                 self._space.measured(op.place.segment, ended.allocated)
-                self._stores.take(op, ended)
-                self._judge_write(ended)
+                if self._stores.take(op, ended):
+                    self._judge_write(ended)
             case FreeOp() | UnlinkOp() as op:
                 self._space.measured(op.segment, ended.allocated)
                 self._room.ended(ended)
@@ -312,6 +313,7 @@ class DiskTier:
                 self._judge_write(ended)
             case MeasureOp():
                 self._is_measuring = False
+                self._space.asked_drive()
                 self._clears.forget(self._space.segments)
             case ProbeOp():
                 self._look_at_directory()
