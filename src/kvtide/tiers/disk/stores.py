@@ -288,9 +288,7 @@ class Stores:
         segment = space.active or space.begin()
         place = space.place(segment, state.kind, length, record.blocks)
         space.reserved_bytes += reserve
-        pending.op = StoreOp(
-            pending.job, place, state.kind, pending.kind, reserve, space.refusals
-        )
+        pending.op = StoreOp(pending.job, place, state.kind, pending.kind, reserve, space.refusals)
         self._pending.waiting.popleft()
         self._pending.written[pending.op] = pending
         self._workers.write(pending.op)

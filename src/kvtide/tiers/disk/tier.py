@@ -37,7 +37,7 @@ from kvtide.tiers.base import (
 )
 from kvtide.tiers.breaker import Breaker
 from kvtide.tiers.disk import recency, start
-from kvtide.tiers.disk.catalog import Match
+from kvtide.tiers.disk.catalog import Match, Place
 from kvtide.tiers.disk.cleared import CLEARS_MAX, Clears
 from kvtide.tiers.disk.directory import Directory
 from kvtide.tiers.disk.files import Files, SystemFiles
@@ -58,6 +58,7 @@ from kvtide.tiers.disk.room import WATERMARK_RATIO, Room
 from kvtide.tiers.disk.rows import Kind
 from kvtide.tiers.disk.space import Space
 from kvtide.tiers.disk.stores import Stores
+from kvtide.tiers.disk.unreadable import Unreadable
 from kvtide.tiers.disk.workers import LOAD_THREADS, Workers
 from kvtide.tiers.hung import Hung
 from kvtide.tiers.scope import EVERYTHING, Scope
@@ -117,6 +118,7 @@ class DiskTier:
         self._loaded_bytes = 0
         self._is_closed = False
         self._loads: set[LoadOp] = set()
+        self._unreadable = Unreadable()
         self._catalog = LazyCatalog()
         self._space = Space(bytes_max, segment_bytes)
         self._directory = Directory(str(path.absolute()), files or SystemFiles(), sync)
@@ -128,15 +130,8 @@ class DiskTier:
         self._workers = Workers(self._directory, wake)
         self._hung: Hung[LoadOp] = Hung(lambda _: T_LOAD_MS)
         self._room = Room(disk, self._catalog, self._space, self._workers)
-        self._stores = Stores(
-            disk,
-            self._catalog,
-            self._space,
-            self._room,
-            self._workers,
-            self._end,
-            queue_bytes_max,
-        )
+        parts = (self._catalog, self._space, self._room, self._workers)
+        self._stores = Stores(disk, *parts, self._end, queue_bytes_max)
         self._clears = Clears(self._workers)
         doomed = start.open_directory(
             self._directory, self._catalog, self._space, self._clears, floor_bytes
@@ -275,8 +270,7 @@ class DiskTier:
         if hung and self._reads.hung(T_LOAD_MS, self._now_ms):
             self._break_reads()
         if not self._are_all_hung and self._reads.wants_probe(self._now_ms):
-            row = next(iter(self._catalog.index.values()), None)
-            place = None if row is None else self._catalog.place(row)
+            place = self._place_to_probe()
             self._workers.write(ReadProbeOp(place, self._space.ours()))
         if not (self._writes.is_open or self._is_measuring) and (
             self._now_ms - self._measured_ms >= MEASURE_MS
@@ -285,6 +279,12 @@ class DiskTier:
             self._measured_ms = self._now_ms
             self._workers.write(MeasureOp())
         self._pump()
+
+    def _place_to_probe(self) -> Place | None:
+        """Of a record that could be read, as far as is known; None: there is none."""
+        keys, suspects = self._catalog.index.items(), self._unreadable.suspects
+        row = next((row for key, row in keys if key not in suspects), None)
+        return None if row is None else self._catalog.place(row)
 
     def _take_results(self) -> None:
         while self._workers.results:
@@ -318,11 +318,13 @@ class DiskTier:
             case ProbeOp():
                 self._look_at_directory()
                 self._writes.probed(ended.error, self._now_ms)
-            case ReadProbeOp():
+            case ReadProbeOp() as op:
                 self._look_at_directory()
                 error = ended.error
                 if error is None and self._are_all_hung:
                     error = OSError(errno.ETIMEDOUT, "loads have not come back")
+                if error is None and op.place is not None:
+                    self._unreadable.was_read(None)
                 self._reads.probed(error, self._now_ms)
 
     @property
@@ -336,8 +338,9 @@ class DiskTier:
         self._hung.ended(op)
         self._catalog.let_go(record.key)
         outcome = LoadOutcome.LOADED
-        if isinstance(ended.error, CorruptRecord):
-            logger.warning("disk %s: %s; the record is removed", self.path, ended.error)
+        error = self._unreadable.judged(op, ended.error)
+        if isinstance(error, CorruptRecord):
+            logger.warning("disk %s: %s; the record is removed", self.path, error)
             outcome = LoadOutcome.CORRUPT
         elif ended.is_lost:
             outcome = LoadOutcome.ABSENT
@@ -348,6 +351,8 @@ class DiskTier:
             if row is not None and self._catalog.place(row) == op.place:
                 self._room.take_away(row)
         self._room.end_load(op.place)
+        if outcome is LoadOutcome.LOADED:
+            self._unreadable.was_read(record.key)
         if outcome is LoadOutcome.FAILED:
             assert ended.error is not None
             if self._reads.failed(ended.error, self._now_ms):
