@@ -2,6 +2,7 @@
 
 import errno
 import logging
+from itertools import pairwise
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_a_probe_that_works_where_the_work_does_not_ends_no_pause(
         assert breaker.failed(ERROR, tried_ms[-1]), "it is known to fail"
         assert not breaker.failed(ERROR, tried_ms[-1]), "others that were on their way"
         assert breaker.reason
-    pauses = [after - before for before, after in zip(tried_ms, tried_ms[1:], strict=False)]
+    pauses = [after - before for before, after in pairwise(tried_ms)]
     assert pauses == [1_000, 2_000, 4_000, 8_000, 16_000, 16_000]
     assert not caplog.records
 

@@ -1,7 +1,6 @@
 """A spot that the drive cannot read any more costs the record on it, and nothing else."""
 
 import errno
-import logging
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from kvtide.testing.tier_records import chain_of, layout_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.breaker import FAILURES_MAX
 from kvtide.tiers.disk import unreadable
-from kvtide.tiers.disk.unreadable import Unreadable
 from kvtide.units import KiB
 from tests.tiers.disk_place import ROOT, assert_holds, disk_of, driven, files_of, settle
 
@@ -105,7 +103,7 @@ def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(unreadable, "SUSPECTS_MAX", 3)
     with driven(tmp_path / "kv") as tier:
         tier.keep(CHUNKS)
-        remembered: Unreadable = disk_of(tier)._unreadable
+        remembered = disk_of(tier)._unreadable
         for record in CHUNKS[:4]:
             files_of(disk_of(tier)).fail(Call.READ, errno.EIO, count=1)
             assert tier.load(record) is LoadOutcome.FAILED

@@ -38,7 +38,7 @@ class Unreadable:
             self._suspects.pop(key, None)
 
     def judged(self, op: LoadOp, error: Exception | None) -> Exception | None:
-        """Why a load failed, None if it did not; CorruptRecord where its record is to be given up."""
+        """Why a load failed, None if it did not; CorruptRecord where the record has to go."""
         key = op.job.record.key
         if not isinstance(error, OSError) or error.errno not in _UNREADABLE:
             return error
