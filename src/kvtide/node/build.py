@@ -61,7 +61,7 @@ def open_tiers(
     with contextlib.ExitStack() as stack:
         openings = [Opening(entry, queue_bytes_max, wake) for entry in config.places]
         stack.callback(_give_up, openings)
-        opened = [_waited_for(opening, config, way) for opening in openings]
+        opened = [_waited_for(opening, config, way, wake) for opening in openings]
         stack.pop_all()
     return [one for one in opened if one is not None]
 
@@ -72,9 +72,11 @@ def _give_up(openings: Sequence["Opening"]) -> None:
     close_tiers([tier for tier in tiers if tier is not None])
 
 
-def _waited_for(opening: "Opening", config: NodeConfig, way: Way) -> OpenTier | None:
+def _waited_for(
+    opening: "Opening", config: NodeConfig, way: Way, wake: Callable[[], None]
+) -> OpenTier | None:
     try:
-        tier = opening.wait()
+        tier = opening.wait() or _late(opening, wake)
     except (KVTideError, OSError) as error:
         if way is Way.FOREGROUND:
             raise
@@ -84,6 +86,16 @@ def _waited_for(opening: "Opening", config: NodeConfig, way: Way) -> OpenTier | 
     logger.info("tier %s", entry.shown)
     plan = TierPlan(entry.name, WritePolicy(entry.write), config.load_policy == "always")
     return OpenTier(plan, tier)
+
+
+def _late(opening: "Opening", wake: Callable[[], None]) -> Tier:
+    logger.warning(
+        "the tier %s has not answered for %g s: is its place well? The node serves without it"
+        " until it has",
+        opening.entry.shown,
+        OPEN_S_MAX,
+    )
+    return LateTier(opening.entry.name, opening, wake)
 
 
 class Opening:
@@ -113,21 +125,11 @@ class Opening:
                 " of processes (ulimit -u, pids.max)"
             )
 
-    def wait(self) -> Tier:
-        """The tier, or what stands for it until it is open; what kept it from being opened is
-        raised."""
+    def wait(self) -> Tier | None:
+        """The tier, None where it takes too long; what kept it from being opened is raised."""
         if self._error is None:
             self._thread.join(max(0.0, self._until_s - time.monotonic()))
-        tier = self.opened()
-        if tier is None:
-            logger.warning(
-                "the tier %s has not answered for %g s: is its place well? The node serves without"
-                " it until it has",
-                self.entry.shown,
-                OPEN_S_MAX,
-            )
-            return LateTier(self.entry.name, self, self._wake)
-        return tier
+        return self.opened()
 
     def opened(self) -> Tier | None:
         """The tier, None while it is not open; what kept it from being opened is raised."""
