@@ -2,12 +2,12 @@
 
     python -m benchmarks [host|tiers|paths|engine|all] [--quick]
 
-`host`, which is what `make bench` runs, is what needs host memory alone: HOST_PATHS and HOST_PARTS,
-in less than an hour. `tiers` is the rest: places below it, each about ten minutes. The same by kind
-are `paths`: every module benchmarks/paths_*.py, which measure parts of kvtide without an engine, and
-what each prints goes to benchmarks/results/NAME.md below the machine's facts; and `engine`: the
-module of that name, which writes its own. With `--quick` nothing is written, and it is passed on to
-those that have it (whose docstring says so).
+`host`, which is what `make bench` runs, is what needs host memory alone, in less than an hour:
+HOST_PATHS and HOST_PARTS. `tiers` is the rest: places below it, each up to ten minutes. The same by
+kind are `paths`: every module benchmarks/paths_*.py, which measure parts of kvtide without a whole
+engine, and what each prints goes to benchmarks/results/NAME.md below the machine's facts; and
+`engine`: the module of that name, which writes its own. With `--quick` nothing is written, and it
+is passed on to those that have it (whose docstring says so).
 """
 
 import argparse
@@ -22,7 +22,7 @@ from benchmarks import engine, report
 from benchmarks.report import Section
 
 PATHS = "paths_*.py"
-HOST_PATHS = ("paths_core", "paths_mover", "paths_node")
+HOST_PATHS = ("paths_core", "paths_mover", "paths_node", "paths_retrieve")
 HOST_PARTS = ("reuse", "chat", "overhead")
 
 

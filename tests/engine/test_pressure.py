@@ -84,7 +84,7 @@ def alone(engine: ServedEngine, tokens: list[int], count: int) -> Completion:
 
 
 def test_a_swapped_block_shows(served: ServedEngine, node: Node) -> None:
-    """The twin of all these tests: their oracle, which allows for rounding, sees one wrong block."""
+    """The twin of all these tests: their oracle allows for rounding, and sees one wrong block."""
     memory = cells.NodeMemory(node.pid)
     before = memory.last_generation()
     mine = prompt("twin", 5 * BLOCK + 7)
