@@ -4,10 +4,10 @@
 
 `host`, which is what `make bench` runs, is what needs host memory alone, in less than an hour:
 HOST_PATHS and HOST_PARTS. `tiers` is the rest: places below it, each up to ten minutes. The same
-by kind are `paths`: every module benchmarks/paths_*.py, which measure parts of kvtide without a whole
-engine, and what each prints goes to benchmarks/results/NAME.md below the machine's facts; and
-`engine`: the module of that name, which writes its own. With `--quick` nothing is written, and it
-is passed on to those that have it (whose docstring says so).
+by kind are `paths`: every module benchmarks/paths_*.py, which measure parts of kvtide without a
+whole engine, and what each prints goes to benchmarks/results/NAME.md below the machine's facts;
+and `engine`: the module of that name, which writes its own. With `--quick` nothing is written, and
+it is passed on to those that have it (whose docstring says so).
 """
 
 import argparse
