@@ -158,7 +158,7 @@ def test_a_drive_that_takes_nothing_costs_few_records_before_it_is_left_alone(kv
     """Others took all there was, and what we give up too: a portion for each try."""
     files = FaultyFiles()
     with driven(kv, CAP, files=files) as tier:
-        tier.keep(chunks(400))
+        tier.keep(chunks(220))
         held = tier.tier.statistics().bytes_used
         files.fail(Call.WRITE, errno.ENOSPC, path_part=".segment")
         outcomes = tier.store(chunks(40, first=500))
