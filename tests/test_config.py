@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -182,6 +183,47 @@ def test_an_unusable_value_is_refused_with_place_value_and_what_to_give(
     assert message.startswith(f"extra config kvtide.{name} sets {name} to ")
     assert message.endswith(f"give {key.accepts}")
     assert key.secret or repr(raw) in message
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "said"),
+    [
+        ("linger_s", "soon", "linger_s to 'soon': not a number of seconds; give seconds, 0 or"),
+        ("host_bytes", "lots", "host_bytes to 'lots': not a size; give `auto`, or a size such"),
+        ("disk_bytes_max", "9G", "disk_bytes_max to '9G': ambiguous; write GiB (binary) or GB"),
+    ],
+)
+def test_a_value_is_told_once_and_in_words_of_ours(
+    tmp_path: Path, name: str, raw: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"KVTIDE_{name.upper()} sets {said}")) as caught:
+        read(tmp_path, **{f"KVTIDE_{name.upper()}": raw})
+    assert str(caught.value).count(raw) == 1
+
+
+def test_whoever_asks_gets_all_that_can_be_read_and_each_fault(tmp_path: Path) -> None:
+    faults: list[ConfigError] = []
+    (tmp_path / "kvtide.yaml").write_text("chunk_token: 32\nlinger_s: 7\ntiers:\n", "utf-8")
+    environ = {
+        "XDG_CONFIG_HOME": str(tmp_path),
+        "KVTIDE_HOST_BYTES": "lots",
+        "KVTIDE_LOAD_POLICY": "always",
+        "KVTIDE_HTTP_TOKEN": TOKEN,
+        "KVTIDE_QQQ": "1",
+    }
+    extra = {"kvtide.enabled": False, "kvtide.zzz": 1, "tiers": []}
+    found = config.read(extra, environ=environ, on_fault=faults.append)
+    sources = {one.name: one.source for one in found.effective() if one.source != "default"}
+    assert sources == {
+        "linger_s": f"{tmp_path}/kvtide.yaml, line 2",
+        "load_policy": "environment KVTIDE_LOAD_POLICY",
+        "http_token": "environment KVTIDE_HTTP_TOKEN",
+        "enabled": "extra config kvtide.enabled",
+    }
+    assert found.node.host_bytes is None, "as if it were not given"
+    told = "\n".join(str(fault) for fault in faults).splitlines()
+    wanted = ["chunk_token", "tiers", "QQQ", "zzz", "extra config tiers", "'lots'", "http_address"]
+    assert [word in line for word, line in zip(wanted, told, strict=True)] == [True] * 7
 
 
 @pytest.mark.parametrize("key", config.KEYS, ids=lambda key: key.name)
@@ -416,7 +458,17 @@ def test_a_part_of_a_disk_is_refused(tmp_path: Path, name: str) -> None:
         ({"type": "dsik"}, "no tier has the type 'dsik'; did you mean disk"),
         ({"type": 7}, "an entry without a type, such as `type: disk`"),
         ({"pth": "/mnt"}, "a tier of type disk has no 'pth'; did you mean path"),
-        ({"path": "nvme"}, "path 'nvme' of a tier of type disk: not an absolute path"),
+        (
+            {"path": "nvme"},
+            "sets tiers wrongly: entry 1: path 'nvme' of a tier of type disk: not an absolute"
+            " path; give an absolute path$",
+        ),
+        ({"path": "file:///mnt"}, "path 'file:///mnt' of a tier of type disk: a URL, not a path"),
+        ({"path": "file://mnt/x"}, "path 'file://mnt/x' of a tier of type disk: a URL, not a"),
+        (
+            {"bytes_max": "lots"},
+            "bytes_max 'lots' of a tier of type disk: not a size; give a size, or `auto`$",
+        ),
         ({"write": "back"}, "write 'back' of a tier of type disk"),
         ({"name": "Fast disk"}, "name 'Fast disk' of a tier of type disk: not a word"),
         ({"bytes_max": "1MiB"}, "too little to be of use"),
@@ -432,7 +484,7 @@ def test_a_tier_that_cannot_be_meant_is_refused(
 
 @pytest.mark.parametrize("text", ["disk", "{}", "[1]"])
 def test_what_is_no_list_of_tiers_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match="KVTIDE_TIERS sets tiers to"):
+    with pytest.raises(ConfigError, match="KVTIDE_TIERS sets tiers "):
         read(tmp_path, KVTIDE_TIERS=text)
 
 
