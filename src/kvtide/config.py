@@ -120,23 +120,7 @@ def read(
     Raises:
         ConfigError: a name is unknown, a value is unusable, or two settings contradict each other.
     """
-    last: dict[str, _Given] = {}
-    values = {key.name: key.default for key in KEYS}
-    for given in (*_from_file(environ), *_from_environment(environ), *_from_extra(extra or {})):
-        if isinstance(given, ConfigError):
-            on_fault(given)
-        else:
-            last[given.key.name] = given
-    for name, given in list(last.items()):
-        try:
-            values[name] = _value(given)
-        except ConfigError as error:
-            del last[name]
-            on_fault(error)
-    try:
-        _check_together(values, last)
-    except ConfigError as error:
-        on_fault(error)
+    last, values = _last_values(extra or {}, environ, on_fault)
     return Config(
         node=NodeConfig(**_owned(values, "node")),
         engine=EngineConfig(**_owned(values, "engine")),
@@ -158,6 +142,36 @@ def read(
             if isinstance(given, _Given) and given.key.owner == "node"
         },
     )
+
+
+def _last_values(
+    extra: Mapping[str, object],
+    environ: Mapping[str, str],
+    on_fault: Callable[[ConfigError], None],
+) -> tuple[dict[str, _Given], dict[str, object]]:
+    """What each key that was given comes from, and the value of every key."""
+    last: dict[str, _Given] = {}
+    values = {key.name: key.default for key in KEYS}
+    faults: list[ConfigError] = []
+    for given in (*_from_file(environ), *_from_environment(environ), *_from_extra(extra)):
+        if isinstance(given, ConfigError):
+            faults.append(given)
+        else:
+            last[given.key.name] = given
+    for name, given in list(last.items()):
+        try:
+            values[name] = _value(given)
+        except ConfigError as error:
+            del last[name]
+            faults.append(error)
+    if not faults:  # else what seems to be missing may be what is wrong
+        try:
+            _check_together(values, last)
+        except ConfigError as error:
+            faults.append(error)
+    for fault in faults:
+        on_fault(fault)
+    return last, values
 
 
 def _check_together(values: Mapping[str, object], last: Mapping[str, _Given]) -> None:

@@ -38,3 +38,8 @@ class UnknownFormat(KVTideError):
 
 class PlaceFailed(KVTideError):
     """A server below the host did not do what it was asked to, or did not answer in time."""
+
+
+def reason_of(error: OSError) -> str:
+    """Why, for people: without a number, and without what the caller says itself."""
+    return error.strerror or str(error)

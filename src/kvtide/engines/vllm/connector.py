@@ -114,7 +114,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> None:
-        """Any will do. Asked before the model is compiled: as above, for engines without graphs."""
+        """Any will do. Asked before a model is compiled: as above, for engines without graphs."""
         settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
 
     @classmethod

@@ -17,6 +17,7 @@ import re
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvtide.errors import ConfigError
 from kvtide.tiers.disk.files import Files, FileSize, page_memory, write_fully
@@ -24,6 +25,7 @@ from kvtide.tiers.disk.files import Files, FileSize, page_memory, write_fully
 logger = logging.getLogger("kvtide.disk")
 
 LOCK = "LOCK"
+LOCK_BYTES_MAX = 32
 USED = "USED"
 SEGMENT, ROWS, INDEX = "segment", "rows", "index"
 SUFFIXES = (SEGMENT, ROWS, INDEX)
@@ -112,7 +114,7 @@ class Directory:
             self._lock(None)
         except OSError as error:
             raise ConfigError(
-                f"disk_path {self.path} cannot be used: {error.strerror or error};"
+                f"the disk {self.path} cannot be used: {error.strerror or error};"
                 " name a directory of a local drive that this user may write to"
             ) from error
 
@@ -133,7 +135,7 @@ class Directory:
             wrong = f"may be written to by others (its mode is {stat.S_IMODE(found.mode):o})"
         if wrong:
             raise ConfigError(
-                f"disk_path {self.path} {wrong}; its records are trusted, so it has to be this"
+                f"the disk {self.path} {wrong}; its records are trusted, so it has to be this"
                 " user's alone: name a directory below it, which the node makes, or chown it and"
                 " chmod it to 700"
             )
@@ -176,11 +178,11 @@ class Directory:
         """
         if self.files.lock(descriptor):
             return self._found(descriptor)
-        content = bytearray(32)
+        content = bytearray(LOCK_BYTES_MAX)
         count = self.files.read_at(descriptor, [memoryview(content)], 0)
         holder = content[:count].decode("ascii", "replace").strip() or "unknown"
         raise ConfigError(
-            f"disk_path {self.path} is used by process {holder}; one node may use it at a time"
+            f"the disk {self.path} is used by process {holder}; one node may use it at a time"
         )
 
     def _found(self, descriptor: int) -> FileSize:
@@ -264,7 +266,7 @@ class Directory:
             except OSError as error:
                 if error.errno == errno.EOPNOTSUPP:
                     raise ConfigError(
-                        f"disk_path {self.path}: its file system cannot punch holes, so space of"
+                        f"the disk {self.path}: its file system cannot punch holes, so space of"
                         " evicted records would not come back; use ext4, XFS, Btrfs or tmpfs"
                     ) from error
                 if error.errno not in REFUSED:
@@ -280,6 +282,18 @@ class Directory:
                 break
         if self.is_direct:
             logger.info("disk %s: O_DIRECT, past the page cache", self.path)
+
+
+def is_of_a_disk(path: Path) -> bool:
+    """Whether a directory is, or was, a disk tier's: it holds a file of a segment, or a lock that
+    holds a process number, which other programs' do not. Raises OSError."""
+    if any(parsed_name(name) for name in os.listdir(path)):
+        return True
+    try:
+        with (path / LOCK).open("rb") as file:
+            return file.read(LOCK_BYTES_MAX).strip().isdigit()
+    except FileNotFoundError:
+        return False
 
 
 def parsed_name(name: str) -> tuple[int, str] | None:

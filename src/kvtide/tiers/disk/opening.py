@@ -40,7 +40,7 @@ def bytes_of(path: Path, wanted: int | Literal["auto"]) -> int:
         taken = sum(entry.stat().st_blocks * 512 for entry in ours)
     except OSError as error:
         raise ConfigError(
-            f"the disk {path} cannot be used: {error.strerror}; correct disk_path"
+            f"the disk {path} cannot be used: {error.strerror}; correct its path"
         ) from error
     return int((free + taken) * RATIO_AUTO)
 

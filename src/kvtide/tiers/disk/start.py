@@ -95,7 +95,7 @@ def open_directory(
     except OSError as error:
         directory.free()
         raise ConfigError(
-            f"disk_path {directory.path} cannot be read: {error.strerror or error}"
+            f"the disk {directory.path} cannot be read: {error.strerror or error}"
         ) from error
     except ConfigError:
         directory.free()

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from kvtide.errors import PlaceFailed
+from kvtide.errors import PlaceFailed, reason_of
 from kvtide.redis_address import Address, shown_host
 from kvtide.tiers.redis.resolving import addresses_of
 from kvtide.tiers.redis.resp import Connection, Reply, ServerError
@@ -264,7 +264,7 @@ class Routes:
             sock = self._socket(host)
         except OSError as error:  # ssl.SSLError is one
             where = self._address.path or shown_host(*host)
-            raise PlaceFailed(f"{where} cannot be reached: {error}") from error
+            raise PlaceFailed(f"{where} cannot be reached: {reason_of(error)}") from error
         connection = Connection(sock, self._limits.silent_s)
         connection.limit(self._until_s)
         return connection
