@@ -14,7 +14,7 @@ from kvtide.core.records import Record
 from kvtide.testing.faulty_files import Call
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreJob, StoreOutcome
-from kvtide.tiers.disk.directory import LOCK
+from kvtide.tiers.disk_names import LOCK
 from kvtide.units import KiB, MiB
 from tests.tiers.disk_place import bytes_taken, disk_of, driven, files_of, settle, tails
 

@@ -20,7 +20,7 @@ from kvtide.redis_address import Address
 from kvtide.tiers.base import LoadOutcome, LookupJob, StoreOutcome
 from kvtide.tiers.redis.index import Index, WriteIds
 from kvtide.tiers.redis.resp import Connection, ServerError
-from kvtide.tiers.redis.routes import REDIRECTS_MAX, Limits, Redirected, Routes, reason_of
+from kvtide.tiers.redis.routes import REDIRECTS_MAX, Limits, Redirected, Routes, failure_of
 from kvtide.tiers.redis.stores import Stores
 from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.census import Census
@@ -101,7 +101,7 @@ class RedisSession:
                     self._routes.redirected(error)
             raise PlaceFailed("its servers name one another for the same key")
         except OSError as error:
-            raise PlaceFailed(reason_of(error)) from error
+            raise PlaceFailed(failure_of(error)) from error
         finally:
             self._routes.drop_busy()
 
