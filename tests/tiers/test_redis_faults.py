@@ -19,7 +19,7 @@ from kvtide.tiers.breaker import FAILURES_MAX, RETRY_MS_MIN, SHARED_RETRY_MS_MAX
 from kvtide.tiers.redis.routes import Limits
 from kvtide.tiers.remote.tier import CLEARS_MAX
 from kvtide.units import KiB, MiB
-from tests.tiers.redis_place import driven, heal, part_names, well
+from tests.tiers.redis_place import driven, heal, part_names, pass_calmly, well
 
 ROOT = root_of()
 SMALL = layout_of(4096, 8192)
@@ -192,7 +192,7 @@ def test_random_faults_never_bring_a_wrong_byte(server: Server, proxy: Proxy) ->
         proxy.end_after = None
         for chain in chains:
             while not all(outcome.is_kept for outcome in tier.store(chain)):
-                tier.pass_time(5_000)
+                pass_calmly(tier, 5_000)
                 tier.poll_for(0.05)
         for chain in chains:
             assert tier.find(chain[:2], chain[2].digests) == chain, seed
@@ -421,7 +421,7 @@ def test_nodes_share_what_they_store_and_what_they_clear(server: Server) -> None
         assert other.tier.clear(ROOT.salt_digest) == 3
         assert one.find(chain[:2], chain[2].digests) == []
         assert one.load(chain[0]) is LoadOutcome.ABSENT
-        one.pass_time(20_000)
+        pass_calmly(one, 20_000)
         while one.tier.statistics().records:
             one.poll_for(0.05)
         for number, record in enumerate(records(24)):

@@ -22,7 +22,7 @@ from kvtide.tiers.redis.session import RedisSession
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.remote.session import Put
 from kvtide.units import KiB, MiB
-from tests.tiers.redis_place import PATIENT, WAIT_S, driven, part_names, row_of
+from tests.tiers.redis_place import PATIENT, WAIT_S, driven, part_names, pass_calmly, row_of
 
 TAG = b"kvtide:{kvtide:1}:"
 CAP_BYTES = 400 * KiB
@@ -123,7 +123,7 @@ def quiet(tier: DrivenTier, server: Server) -> None:
     """Until what was cleared is given back, and what is on the server belongs to a record."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
-        tier.pass_time(20_000)
+        pass_calmly(tier, 20_000)
         tier.poll_for(0.02)
         numbers = table(server, b"HGETALL", TAG + b"numbers")
         if numbers.get(b"dead", b"0") == b"0" and not has_loose_parts(server):
