@@ -120,7 +120,7 @@ def heal(tier: DrivenTier, record: Record) -> None:
     deadline_s = time.monotonic() + WAIT_S
     while tier.load(record) is not LoadOutcome.LOADED:
         assert time.monotonic() < deadline_s, tier.tier.statistics()
-        pass_calmly(tier, 5_000)
+        tier.pass_time(5_000)
         tier.poll_for(0.05)
 
 
@@ -129,6 +129,6 @@ def well(tier: DrivenTier, record: Record) -> None:
     deadline_s = time.monotonic() + WAIT_S
     while tier.tier.statistics().state != "on":
         assert time.monotonic() < deadline_s, tier.tier.statistics()
-        pass_calmly(tier, 5_000)
+        tier.pass_time(5_000)
         tier.poll_for(0.05)
         tier.load(record)
