@@ -125,3 +125,19 @@ def test_what_is_on_is_said_in_one_line(
         "kvtide on: node 4711, host 16 GiB, fingerprint ab12cd34, blocks of 16, chunks of 16, "
     )
     assert line.endswith(FAILED_LOADS["recompute"])
+
+
+def test_an_engine_whose_node_was_stopped_says_so_once(
+    session: EngineSession, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts none itself; what starts the next one, the line says."""
+    caplog.set_level("INFO", "vllm.kvtide")
+    monkeypatch.setattr(session._starter, "absent", lambda _: pytest.fail("it was stopped"))
+    session._link.stopped_on_purpose = True
+    session.on_absent()
+    session.on_absent()
+    (line,) = caplog.messages
+    assert line.startswith("kvtide off: node_unreachable (it was stopped; kvtide serve, ")
+    session._welcome, session._sent = WELCOME, bytes(32)
+    session.on_message(m.Serving(), [])
+    assert caplog.messages[1].startswith("kvtide on: ")
