@@ -216,7 +216,7 @@ class Lending:
 
     def is_growing(self, entry: Entry, instance: Instance) -> bool:
         """Whether fresh memory is on its way to this engine: then nothing need be evicted."""
-        return self._host.will_grow(entry.layout) or any(
+        return self._host.will_grow(entry.layout, entry.used_ms) or any(
             region.number not in instance.open_regions
             and entry.used_ms - region.ready_since_ms < MAP_MS_MAX
             for region in self._host.usable(entry.layout)
