@@ -7,8 +7,8 @@ changes it for both. Two turns of a round are opted out: their mean is what kvti
 with, and one against the other is the noise floor.
 
 An engine without kvtide takes its turn in the first rounds, and is shown. It decides nothing: two
-engines of one kind differ for life, by a fifth and more in prefill on the machine this was written
-on (likely by where their memory lies), which no number of rounds takes away. What every step costs
+engines of one kind differ for life, by a fifth and more in prefill on two cores of an AMD EPYC
+(likely by where their memory lies), which no number of rounds takes away. What every step costs
 besides, hit or not, is the time inside the hooks, which an engine of its own measures.
 
 Before that kvtide's host tier is filled: memory that is allocated and mapped for the first time is
