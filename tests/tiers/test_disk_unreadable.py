@@ -100,8 +100,37 @@ def test_what_is_asked_for_alone_is_judged_by_a_probe_of_another(
         while tier.tier.statistics().state != "on":
             tier.poll_for(0.05)
         assert load_badly(tier) is LoadOutcome.CORRUPT
+        assert len(warnings(caplog)) == 2
         assert_holds(tier, GOOD, [BAD])
         assert len(warnings(caplog)) == 3, "reads stop, the record is removed, reads work again"
+
+
+def test_one_page_that_is_read_well_condemns_one_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A drive that gives a page now and then, and no more: each probe goes well, no load does."""
+    with driven(tmp_path / "kv") as tier:
+        tier.keep(CHUNKS)
+        disk = disk_of(tier)
+        files_of(disk).fail(Call.READ, errno.EIO, bytes_over=4 * KiB)
+        assert [tier.load(one) for one in CHUNKS[:5]] == [LoadOutcome.FAILED] * FAILURES_MAX
+        tier.pass_time(1_000)
+        while disk._reads.is_probing:
+            tier.poll_for(0.05)
+        assert [tier.load(one) for one in CHUNKS[:3]] == [
+            LoadOutcome.CORRUPT,
+            LoadOutcome.FAILED,
+            LoadOutcome.BROKEN,
+        ]
+        assert not any("work again" in line for line in warnings(caplog))
+        tier.pass_time(1_999)
+        assert not disk._reads.is_probing, "the pause is longer: nothing has worked"
+        tier.pass_time(1)
+        assert disk._reads.is_probing
+        files_of(disk).heal()
+        while tier.tier.statistics().state != "on":
+            tier.poll_for(0.05)
+        assert_holds(tier, GOOD, [])
 
 
 def test_a_probe_reads_no_record_that_could_not_be_read(tmp_path: Path) -> None:

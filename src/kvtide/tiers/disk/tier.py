@@ -360,8 +360,8 @@ class DiskTier:
                 self._break_reads()
         elif outcome is LoadOutcome.LOADED and self._reads.is_open:
             self._reads.worked()
-        else:
-            self._reads.succeeded()
+        elif outcome is not LoadOutcome.CORRUPT or isinstance(ended.error, CorruptRecord):
+            self._reads.succeeded()  # a record that the drive does not give back is no success
         self._end_load(op.job, outcome)
 
     # ---- when the place fails

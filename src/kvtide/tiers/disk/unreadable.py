@@ -2,7 +2,8 @@
 
 A load that fails may mean the record or the place. So a record is given up only once its loads
 have failed twice in a row, and another was read well in between: then it is the record, and to
-keep it would cost each request for it a load in vain. A mount that fails takes nothing with it.
+keep it would cost each request for it a load in vain. What was read well speaks against one record
+only: a drive that reads now and then, and a mount that fails, take next to nothing with them.
 
 A probe that fails may mean its record too: the next one is of another.
 
@@ -60,6 +61,9 @@ class Unreadable:
         before = min(self._suspects.get(key, inf), self._read_count)
         if before < self._read_count:
             del self._suspects[key]
+            self._suspects = {
+                other: max(count, self._read_count) for other, count in self._suspects.items()
+            }
             return CorruptRecord(
                 f"segment {op.place.segment} at byte {op.place.offset_bytes} cannot be read, twice"
                 f" in a row, where others can: errno {error.errno} ({error.strerror})"
