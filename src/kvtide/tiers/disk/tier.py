@@ -302,14 +302,14 @@ class DiskTier:
                     self._judge_write(ended)
             case FreeOp() | UnlinkOp() as op:
                 self._space.measured(op.segment, ended.allocated)
-                self._room.ended(ended)
-                self._judge_write(ended)
+                if self._room.ended(ended):
+                    self._judge_write(ended)
             case SealOp() as op:
                 self._space.measured(op.segment, ended.allocated)
                 self._room.sealed(ended)
             case ClearOp():
-                self._clears.ended(ended)
-                self._judge_write(ended)
+                if self._clears.ended(ended):
+                    self._judge_write(ended)
             case MeasureOp():
                 self._is_measuring = False
                 self._space.asked_drive()
