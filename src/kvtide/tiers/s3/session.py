@@ -10,7 +10,6 @@ with each survey what is new, and now and then all names, a page at a time betwe
 
 import asyncio
 import os
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -279,10 +278,12 @@ class S3Session:
         except BaseException:
             self._listing.look_again()
             raise
-        is_first, until_s = self._listing.is_first, time.monotonic() + FIRST_LOOK_S
+        is_first = self._listing.is_first
         self._listing.begin_look()
-        while is_first and time.monotonic() < until_s and await self._sweep():
-            pass
+        with suppress(TimeoutError):  # what was learned is kept: sweeps go on
+            async with asyncio.timeout(FIRST_LOOK_S):
+                while is_first and await self._sweep():
+                    pass
         self._mirror.tell_all()
 
     async def _sweep(self) -> bool:
