@@ -9,6 +9,7 @@ with each survey what is new, and now and then all names, a page at a time betwe
 """
 
 import asyncio
+import logging
 import os
 import traceback
 from collections import deque
@@ -30,6 +31,8 @@ from kvtide.tiers.s3.mirror import Mirror
 from kvtide.tiers.s3.names import Message, Written, message_name
 from kvtide.tiers.s3.room import Room
 from kvtide.tiers.scope import Scope
+
+logger = logging.getLogger("kvtide.s3")
 
 Result = TypeVar("Result")
 
@@ -174,7 +177,10 @@ class S3Session:
                 if not await call:
                     return LoadOutcome.ABSENT
                 proof.came(pieces)
-        except CorruptRecord:
+        except CorruptRecord as error:
+            place, key = f"{self._client.bucket}/{self._mirror.top}", record.key.hex()
+            # Its words alone: who keeps what was logged would keep the cells by its frames.
+            logger.warning("s3 %s: record %s: %s; it is removed", place, key, str(error))
             return LoadOutcome.CORRUPT
         finally:
             await gathered(calls, are_needed=False)
