@@ -103,6 +103,30 @@ def test_a_store_that_failed_counts_until_what_there_may_be_of_it_is_deleted() -
     assert found(mirror, [record]) == []
 
 
+def test_a_store_that_failed_after_its_name_was_seen_counts_once() -> None:
+    """A clear that was heard of with the name has given it up already."""
+    record = chain_of(root_of(), LAYOUT, text(1, 4))[0]
+    mirror = knowing(record)
+    mirror.clear(Message(2, "", "clear", scope=Scope(None, None)))
+    mirror.take_in(write_of(record, 1))
+    mirror.failed(record, write_of(record, 1))
+    assert mirror.used_bytes > 0
+    empty(mirror)
+    assert mirror.used_bytes == 0
+
+
+def test_what_comes_again_while_it_is_deleted_in_vain_counts_once() -> None:
+    record = chain_of(root_of(), LAYOUT, text(1, 4))[0]
+    mirror = knowing(record)
+    mirror.failed(record, write_of(record, 1))
+    under_way = mirror.take_victims(9)
+    mirror.take_in(write_of(record, 1))
+    mirror.not_deleted(under_way)
+    assert mirror.used_bytes > 0
+    empty(mirror)
+    assert mirror.used_bytes == 0
+
+
 def test_what_is_loaded_or_stored_behind_is_not_evicted() -> None:
     first, second = (chain_of(root_of(), LAYOUT, text(number, 4))[0] for number in (1, 2))
     mirror = knowing(first)

@@ -17,10 +17,8 @@ from kvtide.errors import ConfigError
 from kvtide.node.build import OPEN_S_MAX, Opening
 from kvtide.tier_entries import NAME, REQUIRED, Option, TierEntry
 from kvtide.tiers import registry
+from kvtide.tiers.base import NO_CAP_BYTES
 
-BYTES_MAX = 1 << 60
-"""The cap that a place which is given by its URL has here: none of what others keep there is to
-be evicted for a trial."""
 CLOSE_S_MAX = 5.0
 QUEUE_BYTES_MAX = 2 * RECORDS * RECORD_BYTES
 
@@ -146,7 +144,7 @@ def _entry(name: str, given: dict[str, object]) -> TierEntry:
     options = _options_of(name)
     raw = {"type": name, **given}
     if any(one.name == "bytes_max" and one.default is REQUIRED for one in options):
-        raw["bytes_max"] = BYTES_MAX
+        raw["bytes_max"] = NO_CAP_BYTES  # nothing that others keep there is evicted for a trial
     try:
         return tier_entries.parse(raw, tier_values.BUILT_IN, tier_entries.installed)
     except ValueError as error:

@@ -185,6 +185,8 @@ class Mirror:
             if held is not None:
                 self._give_up(held)
                 return
+            if written.write_id in self._victims:  # its name was seen, and is counted
+                return
             row = Row(Kind(record.root, record.layout), written, self._looks)
             self.used_bytes += row.length_bytes
             self._drop(row)
@@ -279,7 +281,9 @@ class Mirror:
     def not_deleted(self, victims: Sequence[Row]) -> None:
         """They wait again."""
         with self.lock:
+            twice = [row for row in victims if row.written.write_id in self._victims]
             self._victims = {row.written.write_id: row for row in victims} | self._victims
+            self.deleted(twice)  # they were heard of again meanwhile, and counted again
 
     @property
     def victims_bytes(self) -> int:

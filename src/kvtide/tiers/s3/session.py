@@ -9,8 +9,8 @@ with each survey what is new, and now and then all names, a page at a time betwe
 """
 
 import asyncio
+import logging
 import os
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -31,6 +31,8 @@ from kvtide.tiers.s3.mirror import Mirror
 from kvtide.tiers.s3.names import Message, Written, message_name
 from kvtide.tiers.s3.room import Room
 from kvtide.tiers.scope import Scope
+
+logger = logging.getLogger("kvtide.s3")
 
 Result = TypeVar("Result")
 
@@ -175,7 +177,10 @@ class S3Session:
                 if not await call:
                     return LoadOutcome.ABSENT
                 proof.came(pieces)
-        except CorruptRecord:
+        except CorruptRecord as error:
+            place, key = f"{self._client.bucket}/{self._mirror.top}", record.key.hex()
+            # Its words alone: who keeps what was logged would keep the cells by its frames.
+            logger.warning("s3 %s: record %s: %s; it is removed", place, key, str(error))
             return LoadOutcome.CORRUPT
         finally:
             await gathered(calls, are_needed=False)
@@ -279,10 +284,12 @@ class S3Session:
         except BaseException:
             self._listing.look_again()
             raise
-        is_first, until_s = self._listing.is_first, time.monotonic() + FIRST_LOOK_S
+        is_first = self._listing.is_first
         self._listing.begin_look()
-        while is_first and time.monotonic() < until_s and await self._sweep():
-            pass
+        with suppress(TimeoutError):  # what was learned is kept: sweeps go on
+            async with asyncio.timeout(FIRST_LOOK_S):
+                while is_first and await self._sweep():
+                    pass
         self._mirror.tell_all()
 
     async def _sweep(self) -> bool:
