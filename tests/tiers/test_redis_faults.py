@@ -228,7 +228,7 @@ def test_an_index_that_lost_a_key_begins_anew(server: Server, name: str) -> None
     chain = chain_of(ROOT, SMALL, text(1, 10))
     with driven(server.port) as tier:
         tier.keep(chain)
-        tag = b"kvtide:{kvtide:1}:"
+        tag = b"kvtide:{kvtide:2}:"
         assert server.ask(b"UNLINK", tag + name.encode()) in (0, 1)
         is_there = bool(tier.find(chain[:2]))
         assert is_there == (name == "loose" and server.ask(b"EXISTS", tag + b"index") == 1)
@@ -294,15 +294,15 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(server: Server) -> Non
     one, other, third = records(3)
     with driven(server.port) as tier:
         tier.keep([one])
-        tag = b"kvtide:{kvtide:1}:"
+        tag = b"kvtide:{kvtide:2}:"
         left = bytes(16)
-        server.ask(b"SET", b"kvtide:1:" + left.hex().encode() + b":0", b"x" * 1000)
+        server.ask(b"SET", b"kvtide:2:" + left.hex().encode() + b":0", b"x" * 1000)
         server.ask(b"ZADD", tag + b"loose", b"1", left + b"0001" + b"%016d" % 5000)
         server.ask(b"HINCRBY", tag + b"numbers", b"loose", b"1")
         server.ask(b"HINCRBY", tag + b"numbers", b"bytes", b"5000")
         before = tier.tier.statistics().bytes_used
         tier.keep([other])
-        assert server.ask(b"EXISTS", b"kvtide:1:" + left.hex().encode() + b":0") == 0
+        assert server.ask(b"EXISTS", b"kvtide:2:" + left.hex().encode() + b":0") == 0
         assert tier.find([one]) == [one]
         assert tier.tier.statistics().bytes_used == 2 * before
         tier.keep([third])  # says that they are gone
