@@ -18,6 +18,7 @@ from kvtide.testing.tier_records import Cells, chain_of, layout_of, root_of, tex
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.redis import index as redis_index
 from kvtide.tiers.redis.index import Begun, IndexAnswer, WriteIds, kind_of
+from kvtide.tiers.redis.routes import Redirected
 from kvtide.tiers.redis.session import RedisSession
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.remote.session import Put
@@ -176,7 +177,7 @@ def test_no_life_ends_while_a_record_of_it_is_sent(tmp_path: Path, by: str) -> N
 
 
 def test_a_store_that_begins_again_is_one(tmp_path: Path) -> None:
-    """As where a slot has moved, and it is not known what was heard there."""
+    """Whoever asks twice for the same room has it once."""
     record = chain_of(root_of(), LARGE, text(1, 4))[0]
     with redis_servers.running("valkey", tmp_path / "server") as server:
         with session_of(server) as session:
@@ -185,6 +186,37 @@ def test_a_store_that_begins_again_is_one(tmp_path: Path) -> None:
             sent = session._index.complete(record, b"w" * 16, life, ())
             session._index.completed(sent, record, b"w" * 16)
         assert check_index(server) == 1
+
+
+def test_a_record_whose_store_began_again_outlives_what_was_set_aside_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot moves while its parts are sent, and its kind is cleared meanwhile: what was set aside
+    first is of another life, and expires."""
+    record, other = (chain_of(root_of(), LARGE, text(number, 4))[0] for number in range(2))
+    with (
+        redis_servers.running("valkey", tmp_path / "server") as server,
+        driven(server.port) as tier,
+        session_of(server) as session,
+    ):
+        send = session._stores._send_parts
+
+        def moved(_put: Put) -> None:
+            monkeypatch.setattr(session._stores, "_send_parts", send)
+            tier.tier.clear(None)
+            raise Redirected(b"key", None, is_ask=False)
+
+        monkeypatch.setattr(session._stores, "_send_parts", moved)
+        puts = [Put(record, b"w" * 16, Cells(record).fill().views)]
+        ends: list[tuple[bytes, StoreOutcome]] = []
+        session.store(
+            lambda: puts.pop() if puts else None,
+            lambda put, outcome: ends.append((put.write_id, outcome)),
+        )
+        assert ends == [(b"w" * 16, StoreOutcome.STORED)]
+        _take_for_lost(server, tier, other)
+        assert tier.load(record) is LoadOutcome.LOADED
+        assert check_index(server) == 2
 
 
 def test_an_index_that_counts_less_is_left_alone(tmp_path: Path) -> None:

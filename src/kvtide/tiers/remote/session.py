@@ -30,7 +30,7 @@ class Put:
 
     Attributes:
         record: what it is.
-        write_id: 16 random bytes, of this write alone.
+        write_id: 16 random bytes, of this write alone; a session may take others instead.
         cells: for each shard, the memory of its blocks.
     """
 
