@@ -318,8 +318,10 @@ def clients_of(server: Server) -> int:
 # ---- it lies
 
 
-def test_values_that_were_swapped_are_never_loaded(server: Server) -> None:
-    """Whole parts of two records, whatever is in them: both are misses and gone."""
+def test_values_that_were_swapped_are_never_loaded(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whole parts of two records, whatever is in them: both are misses and gone, and why is said."""
     one, other, third = records(3)
     with driven(server.port) as tier:
         tier.keep([one, other, third])
@@ -331,6 +333,9 @@ def test_values_that_were_swapped_are_never_loaded(server: Server) -> None:
         assert [tier.load(record) for record in (one, other)] == [LoadOutcome.ABSENT] * 2
         assert tier.load(third) is LoadOutcome.LOADED
         assert tier.find([third]) == [third]
+    for mine, theirs in ((one, other), (other, one)):
+        what = f"record {mine.key.hex()}: at rest is shard 0 of {theirs.key.hex()}"
+        assert what in caplog.text
 
 
 @pytest.mark.parametrize("part", [0, 1])
