@@ -42,7 +42,7 @@ server keeps no more than this for a reader that is slow."""
 class RedisSession:
     """See `Session`."""
 
-    answers_lookups = False
+    knows_names = False
 
     def __init__(
         self,
