@@ -183,7 +183,7 @@ def claimed(place: Place) -> Journal:
             if place.is_made:  # it is not one file, it is the place
                 raise
             logger.warning("shared_dir %s: %s; that folder is left alone", place.path, error)
-            place.free()
+            place.let_go()
             others.append(place.own)
 
 
@@ -407,7 +407,7 @@ class Hands:
                 mine = {own: min(up_to[own], last)} if own in up_to else {}
                 journal.clear(ClearedRow(scope, up_to | mine))
         except (OSError, KVTideError) as error:
-            self._place.free()
+            self._place.let_go()
             self._place.own = lost  # the next probe would take half of another for the whole
             raise FolderLost(f"no other folder could be taken so far: {error}") from error
         self._journal.close()
