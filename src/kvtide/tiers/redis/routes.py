@@ -244,7 +244,7 @@ class Routes:
         if connection is None:
             try:
                 connection = self._greeted(host)
-            except PlaceFailed:
+            except (PlaceFailed, OSError):  # it may also accept, and then say nothing
                 self._forget_places()  # another one may have by now what it had
                 raise
             with self._lock:

@@ -8,6 +8,7 @@ there from the one call that puts its row into the index; a kill before it leave
 index knows as loose, which are removed by whoever stores next, a minute later.
 """
 
+import logging
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from kvtide.tiers.remote.census import Census
 from kvtide.tiers.remote.session import Put
 from kvtide.tiers.scope import Scope
 
+logger = logging.getLogger("kvtide.tiers")
+
 Result = TypeVar("Result")
 _Part: TypeAlias = tuple[bytes, list[memoryview]]
 _Read: TypeAlias = tuple[bytes, list[memoryview], Connection]
@@ -39,7 +42,7 @@ server keeps no more than this for a reader that is slow."""
 class RedisSession:
     """See `Session`."""
 
-    answers_lookups = False
+    knows_names = False
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class RedisSession:
         limits: Limits,
     ) -> None:
         """Nothing is connected yet."""
+        self._shown = f"redis {address}"
         self._limits = limits
         self._routes = Routes(address, tls, limits)
         self._known = known
@@ -131,7 +135,9 @@ class RedisSession:
             self._receive(reading, under_way, proof)
             if not proof.is_whole:
                 outcome = LoadOutcome.ABSENT  # evicted by the server, or expired
-        except CorruptRecord:
+        except CorruptRecord as error:
+            key = record.key.hex()
+            logger.warning("%s: record %s: %s; the record is removed", self._shown, key, error)
             outcome = LoadOutcome.CORRUPT
         if outcome is LoadOutcome.LOADED:
             self._known.note(record.key, write_id)

@@ -66,7 +66,7 @@ class _UnderWay:
 class S3Session:
     """See `Session`."""
 
-    answers_lookups = True
+    knows_names = True
 
     def __init__(self, client: Client, mirror: Mirror, bytes_max: int, limits: Limits) -> None:
         """Nothing is asked yet."""
