@@ -150,8 +150,8 @@ class Room:
     # ---- how it ended
 
     def ended(self, ended: Ended) -> bool:
-        """A removal has ended; one that failed is tried again by `retry`. Whether it tells how well
-        the place works: that one file still cannot be changed does not."""
+        """A removal has ended; one that failed is tried again by `retry`. Whether it tells how
+        well the place works: that one file still cannot be changed does not."""
         op = ended.op
         assert isinstance(op, FreeOp | UnlinkOp), op
         self._removals_under_way -= 1
