@@ -137,21 +137,19 @@ def test_what_the_drive_never_gives_back_is_not_given_up_for_ever(kv: Path) -> N
         files.free_bytes = FLOOR
         ask_drive(tier)
         held = tier.tier.statistics().bytes_used
+        fresh = iter(chunks(100, first=1_000))
 
         def store_for(seconds: int) -> set[StoreOutcome]:
             """A store each second; how those ended that did."""
-            nonlocal number
             jobs = []
             for _ in range(seconds):
-                number += 1
-                jobs.append(tier.submit_store(chunks(1, first=number)[0]))
+                jobs.append(tier.submit_store(next(fresh)))
                 for _ in range(5):
                     settle(tier)
                     tier.poll()
                 ask_drive(tier)
             return {tier.stored(job) for job in jobs if tier.has_ended(job)}
 
-        number = 1_000
         store_for(VAIN_PORTIONS_MAX + 4)
         gone = held - tier.tier.statistics().bytes_used
         assert (VAIN_PORTIONS_MAX - 1) * PORTION < gone < (VAIN_PORTIONS_MAX + 3) * PORTION
