@@ -60,7 +60,7 @@ class Place:
         is_more = True
         while is_more:
             try:
-                is_more = await self.listing.delete_victims() or await self.listing.look()
+                is_more = await self.listing.delete_given_up() or await self.listing.look()
             except PlaceFailed:
                 failed += 1
         return failed

@@ -224,10 +224,10 @@ class Lending:
 
     def _evict_for(self, instance: Instance) -> bool:
         """Evict the oldest leaf whose cells this instance can use; whether there was one."""
-        victim = self._index.next_to_evict(instance.open_regions)
-        if victim is None:
+        entry = self._index.next_to_evict(instance.open_regions)
+        if entry is None:
             return False
-        self.evict(victim, EvictCause.ROOM)
+        self.evict(entry, EvictCause.ROOM)
         return True
 
     def _grant(self, entry: Entry, engine_id: str, waiting: set[Worker], now_ms: int) -> Grant:

@@ -274,20 +274,20 @@ class Listing:
 
     # ---- what goes
 
-    async def delete_victims(self) -> bool:
+    async def delete_given_up(self) -> bool:
         """Some of them; whether there were any. Others are told."""
-        victims = self._mirror.take_victims(DELETED_MAX)
-        if not victims:
+        given_up = self._mirror.take_given_up(DELETED_MAX)
+        if not given_up:
             return False
         top = self._mirror.top
-        objects = [names.names_of(top, one.written, one.kind.layout) for one in victims]
+        objects = [names.names_of(top, one.written, one.kind.layout) for one in given_up]
         try:
             await self._client.delete([*chain.from_iterable(objects), *self._told_names])
         except BaseException:
-            self._mirror.not_deleted(victims)
+            self._mirror.not_deleted(given_up)
             raise
-        self._mirror.deleted(victims)
-        self._told.extend(one.written.key + one.written.write_id for one in victims)
+        self._mirror.deleted(given_up)
+        self._told.extend(one.written.key + one.written.write_id for one in given_up)
         message = Message(self._mirror.next_stamp(), self._writer, "gone")
         self._told_names = [names.message_name(top, message)]
         await self._client.put(self._told_names[0], [b"".join(self._told)])

@@ -86,8 +86,8 @@ class Room:
             await self._client.delete([old])
         await self._listing.refresh()
         while (over := self._over(claimed)) > 0:
-            self._mirror.evict(over - self._mirror.victims_bytes, keep)
-            if not await self._listing.delete_victims():
+            self._mirror.evict(over - self._mirror.given_up_bytes, keep)
+            if not await self._listing.delete_given_up():
                 return False
         self._left_bytes, self._until_s = size, began_s + OWN_S_MAX
         return True

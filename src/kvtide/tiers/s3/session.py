@@ -154,7 +154,7 @@ class S3Session:
             self._mirror.end_load(loading)
         if outcome is not LoadOutcome.LOADED:
             self._mirror.remove(loading.written)
-            await self._delete_victims()
+            await self._delete_given_up()
         return outcome
 
     async def _got(
@@ -201,7 +201,7 @@ class S3Session:
                 if not under_way:
                     break
                 await self._end(ended)
-            await self._delete_victims()
+            await self._delete_given_up()
         finally:
             begun = [one for one in under_way if one.sending is not None]
             under_way.clear()
@@ -264,16 +264,16 @@ class S3Session:
 
     # ---- the rest
 
-    async def _delete_victims(self) -> bool:
+    async def _delete_given_up(self) -> bool:
         """Whether there were any."""
-        return await self._listing.delete_victims()
+        return await self._listing.delete_given_up()
 
     async def _clear(self, scope: Scope) -> int:
         await self._listing.refresh()  # later than all that is there
         message = Message(self._mirror.next_stamp(), self._writer, "clear", scope=scope)
         await self._client.put(message_name(self._mirror.top, message), [b""])
         count = self._mirror.clear(message)
-        await self._delete_victims()  # all of a small one; the others are swept
+        await self._delete_given_up()  # all of a small one; the others are swept
         return count
 
     async def _survey(self) -> None:
@@ -293,7 +293,7 @@ class S3Session:
         self._mirror.tell_all()
 
     async def _sweep(self) -> bool:
-        if await self._delete_victims():
+        if await self._delete_given_up():
             return True
         return await self._listing.look()
 
