@@ -99,11 +99,14 @@ def test_an_engine_that_may_start_no_node_says_where_none_is(
 
 @pytest.mark.parametrize("error", ["", "no such interpreter"])
 def test_an_engine_whose_nodes_end_at_once_says_where_their_log_is(
-    error: str, session: EngineSession, caplog: pytest.LogCaptureFixture
+    error: str,
+    session: EngineSession,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level("INFO", "vllm.kvtide")
     starter = session._starter
-    starter.absent = lambda _: None  # type: ignore[method-assign]
+    monkeypatch.setattr(starter, "absent", lambda _: None)
     starter.error = error
     starter.short_lives = 99
     assert starter.has_given_up
