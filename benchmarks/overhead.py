@@ -62,7 +62,7 @@ class Size:
     hook_steps: int  # of the engine whose hooks are timed
 
 
-FULL = Size(fill_prompts=FILL_PROMPTS, rounds=24, attempts=5, hook_steps=HOOK_STEPS_MIN)
+FULL = Size(fill_prompts=FILL_PROMPTS, rounds=24, attempts=9, hook_steps=HOOK_STEPS_MIN)
 QUICK = Size(fill_prompts=0, rounds=3, attempts=1, hook_steps=200)
 WARM_UP_ROUNDS = 2
 
