@@ -92,7 +92,7 @@ class Clears:
 
     def take(self, names: Iterable[str]) -> None:
         """What the directory's files say."""
-        names = list(names)
+        names = [name for name in names if name.endswith(CLEARED)]
         self._up_to = told_by(names)
         for said in filter(None, map(parsed, names)):
             if said.up_to < self._up_to[said.scope]:
