@@ -419,7 +419,7 @@ class DiskTier:
 
     def statistics(self) -> TierStatistics:
         return TierStatistics(
-            state=self._writes.reason or self._reads.reason or "on",
+            state=self._writes.reason or self._reads.reason or self._stores.reason or "on",
             bytes_used=self._space.used_bytes,
             bytes_max=self.bytes_max,
             records=len(self._catalog),
