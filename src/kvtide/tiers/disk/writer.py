@@ -119,10 +119,13 @@ class Writer:
                 content += logs.kind_row(segment.number, at, op.kind_number, op.kind)
             at = segment.rows_end_bytes + len(content)
             content += logs.kept_row(segment.number, at, kept_of(op))
+        is_first = segment.rows_end_bytes == logs.OPENING_BYTES
         self._append(segment, content)
         segment.kinds = kinds
         if self._directory.sync == "each":
             self._files.sync(segment.rows_descriptor)
+            if is_first:  # the names of both files, too
+                self._files.sync_directory(self._directory.path)
         if not self._directory.is_direct:
             # Plain I/O leaves its pages in memory: those that the drive has by now are let go of.
             with suppress(OSError):  # advice
