@@ -17,7 +17,7 @@ from kvtide.testing.tier_drive import DrivenTier
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.remote.tier import SURVEY_MS, RemoteTier
 from kvtide.tiers.s3 import names
-from kvtide.tiers.s3.client import Client
+from kvtide.tiers.s3.bucket import Bucket as Calls
 from kvtide.tiers.s3.mirror import Mirror
 from kvtide.tiers.s3.session import Limits, S3Session
 from kvtide.units import MiB
@@ -88,7 +88,7 @@ def open_s3(
 ) -> RemoteTier:
     """A tier on a port; it knows what is there, or that it does not answer. Its mirror is appended
     to `mirrors`."""
-    client = Client(
+    calls = Calls(
         object_servers.BUCKET,
         object_servers.config_for(port) | (config or {}),
         connection or {},
@@ -100,7 +100,7 @@ def open_s3(
     def open_session(census: Census) -> S3Session:
         if not made:
             made.append(Mirror(census, TOP))
-        return S3Session(client, made[0], bytes_max, limits)
+        return S3Session(calls, made[0], bytes_max, limits)
 
     def wake_both() -> None:
         heard.set()

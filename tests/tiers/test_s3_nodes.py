@@ -10,8 +10,8 @@ from kvtide.testing import object_servers
 from kvtide.testing.object_servers import Server
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
-from kvtide.tiers.s3 import listing, names
-from kvtide.tiers.s3.names import Message
+from kvtide.tiers.s3 import names, notes
+from kvtide.tiers.s3.names import Claim, Clear, Note
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.units import KiB, MiB
 from tests.tiers.s3_answers import Front, served
@@ -22,7 +22,7 @@ SMALL = layout_of(4096, 8192)
 LARGE = layout_of(64 * KiB)
 CAP_BYTES = 8 * MiB
 OTHER = "00000000000000ab"
-"""A node of which only messages are left."""
+"""A node of which only notes are left."""
 
 
 @pytest.fixture(scope="module", params=PROGRAMS)
@@ -46,9 +46,9 @@ def chunks(count: int, first: int = 0) -> list[Record]:
     return [chain_of(ROOT, LARGE, text(first + number, 4))[0] for number in range(count)]
 
 
-def tell(bucket: Bucket, message: Message, content: bytes = b"") -> str:
+def tell(bucket: Bucket, note: Note, content: bytes = b"") -> str:
     """As another node does."""
-    name = names.message_name(TOP, message)
+    name = names.note_name(TOP, note)
     obstore.put(bucket.store, name, content)
     return name
 
@@ -106,7 +106,7 @@ def test_one_cap_holds_for_nodes_that_store_at_the_same_time(
         assert len(bucket.names(f"{TOP}/r")) >= CAP_BYTES // LARGE.chunk_bytes // 2
 
 
-def test_a_message_that_cannot_be_read_holds_up_nothing(server: Server, bucket: Bucket) -> None:
+def test_a_note_that_cannot_be_read_holds_up_nothing(server: Server, bucket: Bucket) -> None:
     """It may be deleted meanwhile, as the next one replaces it; if not, it is read later."""
     chain = chain_of(ROOT, SMALL, text(1, 4))
     front = Front(server.port)
@@ -124,7 +124,7 @@ def test_a_message_that_cannot_be_read_holds_up_nothing(server: Server, bucket: 
 
 
 def used_names(bucket: Bucket) -> list[str]:
-    """Of the messages that tell what was used."""
+    """Of the notes that tell what was used."""
     return [name for name in bucket.names(f"{TOP}/m") if name.endswith(".used")]
 
 
@@ -147,12 +147,12 @@ def test_room_that_a_node_has_claimed_is_nobody_elses(
     server: Server, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until its time is over: then who finds it removes it."""
-    claim = tell(bucket, Message(1, OTHER, "room", CAP_BYTES))
+    claim = tell(bucket, Claim(1, OTHER, CAP_BYTES))
     with driven(server.port) as tier:
         assert tier.store(chunks(1)) == [StoreOutcome.NO_ROOM]
         assert tier.tier.statistics().state == "on"
         assert claim in bucket.names()
-        monkeypatch.setattr(listing, "ROOM_S_MAX", -1.0)
+        monkeypatch.setattr(notes, "CLAIM_S_MAX", -1.0)
         assert tier.store(chunks(1)) == [StoreOutcome.STORED]
         assert claim not in bucket.names()
 
@@ -197,7 +197,7 @@ def test_a_clear_holds_though_who_made_it_was_killed(
     with driven(server.port) as tier:
         tier.keep(chain)
     now = max(int(name.split("/")[3][:12], 16) for name in bucket.names(f"{TOP}/r"))
-    mark = tell(bucket, Message(now, OTHER, "clear", scope=scope))
+    mark = tell(bucket, Clear(now, OTHER, scope))
     with driven(server.port) as tier:
         assert tier.find(chain[:2], chain[2].digests) == []
         until(tier, lambda: bucket.names(f"{TOP}/r") == [])
@@ -216,7 +216,7 @@ def test_the_mark_of_a_clear_goes_when_all_that_it_means_is_gone(
         tier.keep(chain)
     for record in chain:
         renamed(bucket, record, 5)
-    mark = tell(bucket, Message(6, OTHER, "clear", scope=EVERYTHING))
+    mark = tell(bucket, Clear(6, OTHER, EVERYTHING))
     with driven(server.port) as tier:
         assert tier.find(chain[:1]) == []
         until(tier, lambda: mark not in bucket.names())

@@ -20,7 +20,7 @@ from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers import registry
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.breaker import FAILURES_MAX
-from kvtide.tiers.s3.opening import FileCredentials, place_of
+from kvtide.tiers.s3.opening import FileCredentials, Surroundings, place_of
 from kvtide.units import MiB
 from tests.tiers.redis_place import driving
 from tests.tiers.s3_answers import Keys, served
@@ -127,7 +127,7 @@ def test_what_is_no_server_is_refused(endpoint: object) -> None:
 def test_a_bucket_is_in_the_path_or_in_the_hosts_name(
     given: dict[str, str], endpoint: str | None, is_host: bool
 ) -> None:
-    place = place_of(options(**given))
+    place = place_of(options(**given), Surroundings.of({}))
     assert place.get("endpoint") == endpoint
     assert place["virtual_hosted_style_request"] == is_host
     assert place["region"] == "us-east-1"
@@ -267,7 +267,7 @@ def test_a_bucket_in_the_hosts_name_is_reached(
 
 def test_a_file_of_keys_says_when_it_is_to_be_read_again(tmp_path: Path) -> None:
     write_keys(tmp_path / "keys", "secret")
-    found = FileCredentials(tmp_path / "keys")()
+    found = FileCredentials(tmp_path / "keys", "default")()
     assert (found["access_key_id"], found["secret_access_key"]) == (ACCESS_KEY, "secret")
     assert found["token"] is None
     assert found["expires_at"].timestamp() <= time.time() + 60
