@@ -1,7 +1,6 @@
 """Arms on a bucket, measured: each brings back what it put, and holds no more than it says."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -22,22 +21,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield one
 
 
-ARMS: dict[str, Callable[[Server, Memory, Path], Arm]] = {
-    "plain": lambda server, memory, _: Objects(server, "p", memory, PIECE_BYTES, PIECE_BYTES),
-    "cut": lambda server, memory, _: Objects(server, "c", memory, PIECE_BYTES, 300_000),
-    "boto3": lambda server, memory, _: Popular(server, memory, PIECE_BYTES),
-    "kvtide": lambda server, memory, path: ReadyTier(server, path / "tier", memory, PIECE_BYTES),
+ARMS: dict[str, Callable[[Server, Memory], Arm]] = {
+    "plain": lambda server, memory: Objects(server, "p", memory, PIECE_BYTES, PIECE_BYTES),
+    "cut": lambda server, memory: Objects(server, "c", memory, PIECE_BYTES, 300_000),
+    "boto3": lambda server, memory: Popular(server, memory, PIECE_BYTES),
+    "kvtide": lambda server, memory: ReadyTier(server, "tier", memory, PIECE_BYTES),
 }
 
 
 @pytest.mark.parametrize("name", ARMS)
 def test_an_arm_brings_back_what_it_put_and_makes_room(
-    server: Server, tmp_path: Path, name: str
+    server: Server, name: str
 ) -> None:
     bucket = Bucket(server.port)
     bucket.clear()
     memory = Memory(ROUND_BYTES)
-    arm = ARMS[name](server, memory, tmp_path)
+    arm = ARMS[name](server, memory)
     try:
         for depth in DEPTHS:
             for way in ("put", "get", "put", "put", "put"):

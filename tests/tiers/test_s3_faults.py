@@ -8,6 +8,7 @@ from pathlib import Path
 import obstore
 import pytest
 
+from kvtide.codec.record import MAGIC
 from kvtide.core.records import Record
 from kvtide.testing import object_servers
 from kvtide.testing.object_servers import Server
@@ -17,7 +18,7 @@ from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.breaker import FAILURES_MAX
 from kvtide.tiers.remote.workers import StoreOp
-from kvtide.tiers.s3 import names
+from kvtide.tiers.s3 import listing, names
 from kvtide.tiers.s3.session import Limits
 from kvtide.units import KiB, MiB
 from tests.tiers.certificates import made_certificates
@@ -355,6 +356,72 @@ def test_what_is_wrong_with_a_record_is_logged(
     (said,) = (one.getMessage() for one in caplog.records if "is removed" in one.getMessage())
     assert said.startswith(f"s3 {object_servers.BUCKET}/{TOP}: record {record.key.hex()}: ")
     assert (f"{name} has 5 bytes" if is_short else "checksum") in said
+
+
+@pytest.mark.parametrize("more_bytes", [0, 4096, 8 * MiB])
+def test_a_record_of_another_version_is_a_miss_and_stays(
+    server: Server, bucket: Bucket, caplog: pytest.LogCaptureFixture, more_bytes: int
+) -> None:
+    """Nodes of two versions share a bucket for a while. Its length may differ, too."""
+    theirs, ours = records(2)
+    with driven(server.port, bytes_max=32 * MiB) as tier:
+        tier.keep([theirs, ours])
+    (name,) = bucket.objects_of(theirs)
+    content = bytearray(obstore.get(bucket.store, name).bytes())
+    content[len(MAGIC)] += 1
+    content += bytes(more_bytes)
+    obstore.put(bucket.store, name, bytes(content))
+    for _ in range(2):
+        with driven(server.port, bytes_max=32 * MiB) as tier:
+            until(tier, lambda tier=tier: tier.tier.statistics().records == 2)
+            assert tier.load(theirs) is LoadOutcome.ABSENT
+            assert tier.find([theirs]) == []
+            assert tier.load(theirs) is LoadOutcome.ABSENT
+            assert tier.store([theirs]) == [StoreOutcome.HELD]
+            assert tier.load(ours) is LoadOutcome.LOADED
+            assert tier.tier.statistics().loaded == {"absent": 2, "loaded": 1}
+            assert tier.tier.statistics().state == "on"
+    assert bytes(obstore.get(bucket.store, name).bytes()) == content
+    said = [one for one in caplog.records if "version" in one.getMessage()]
+    assert [one.levelname for one in said] == ["WARNING"] * 2, "once for each node"
+    assert not any(one.exc_info for one in caplog.records)
+
+
+def test_a_bucket_of_another_version_is_empty_to_us_and_stays(
+    server: Server, bucket: Bucket
+) -> None:
+    """No header says what its names stand for. What we store beside it is found."""
+    theirs = chain_of(root_of("theirs"), LARGE, text(1, 4))
+    ours = records(1)
+    with driven(server.port) as tier:
+        tier.keep(theirs)
+    (name,) = bucket.objects_of(theirs[0])
+    content = bytearray(obstore.get(bucket.store, name).bytes())
+    content[len(MAGIC)] += 1
+    obstore.put(bucket.store, name, bytes(content))
+    with driven(server.port) as tier:
+        tier.keep(ours)
+        assert tier.find(theirs) == []
+        assert tier.load(theirs[0]) is LoadOutcome.ABSENT
+        assert tier.load(ours[0]) is LoadOutcome.LOADED
+        assert tier.tier.statistics().state == "on"
+    assert bytes(obstore.get(bucket.store, name).bytes()) == content
+
+
+def test_a_store_that_forgot_all_is_looked_at_when_a_load_finds_nothing(
+    server: Server, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else it has forgotten is no hit any more, takes no room, and can be stored again."""
+    monkeypatch.setattr(listing, "LAG_MS", 0)
+    several = records(4)
+    with driven(server.port) as tier:
+        tier.keep(several)
+        bucket.clear()
+        assert tier.load(several[0]) is LoadOutcome.ABSENT
+        assert tier.store(several[1:]) == [StoreOutcome.HELD] * 3, "nobody knows yet"
+        until(tier, lambda: tier.tier.statistics().records == 0)
+        assert tier.tier.statistics().bytes_used == 0
+        assert tier.store(several) == [StoreOutcome.STORED] * 4
 
 
 @pytest.mark.parametrize("keeps", [True, False])

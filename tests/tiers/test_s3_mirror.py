@@ -127,6 +127,27 @@ def test_what_comes_again_while_it_is_deleted_in_vain_counts_once() -> None:
     assert mirror.taken_bytes == 0
 
 
+def test_only_what_nobody_tells_to_be_gone_is_lacking() -> None:
+    """Who deletes a record tells of it a moment later: not before notes are read the second time
+    is it known that nobody did."""
+    told, untold, cleared = (
+        chain_of(root_of(salt=salt), LAYOUT, text(number, 4))[0]
+        for number, salt in enumerate(("", "", "one"))
+    )
+    mirror = knowing(told, untold, cleared)
+    writes = [write_of(record, 1, number) for number, record in enumerate((told, untold, cleared))]
+    for written in writes:
+        mirror.take_in(written)
+    mirror.clear(Clear(2, "", Scope(cleared.root.salt_digest, None)))
+    for written in writes[::2]:
+        mirror.missed(written)
+    assert not mirror.lacks_untold()
+    mirror.forget_write(told.key, writes[0].write_id)
+    assert not mirror.lacks_untold()
+    mirror.missed(writes[1])
+    assert [mirror.lacks_untold() for _ in range(3)] == [False, True, False]
+
+
 def test_what_is_loaded_or_stored_behind_is_not_evicted() -> None:
     first, second = (chain_of(root_of(), LAYOUT, text(number, 4))[0] for number in (1, 2))
     mirror = knowing(first)
