@@ -178,7 +178,7 @@ class Popular(Here):
 class ReadyTier(Tier):
     """It has looked at the bucket: before that it stores nothing."""
 
-    def __init__(self, server: Server, name: str, memory: Memory, piece_bytes: int) -> None:
+    def __init__(self, server: Server, memory: Memory, piece_bytes: int) -> None:
         record_bytes = piece_bytes + 8 * KiB
         cap_bytes = TIER_ROUNDS * len(memory.view) // piece_bytes * record_bytes
         cap_bytes = max(cap_bytes, CAP_BYTES_MIN)
@@ -186,7 +186,7 @@ class ReadyTier(Tier):
             memory,
             piece_bytes,
             type="s3",
-            url=f"s3://{BUCKET}/{name}",
+            url=f"s3://{BUCKET}",
             endpoint=server.endpoint,
             credentials_file=str(server.write_keys()),
             bytes_max=cap_bytes,
@@ -206,7 +206,7 @@ def arms_of(server: Server, memory: Memory, piece_bytes: int) -> Arms:
     return Arms(
         plain,
         again=Objects(server, "again", memory, piece_bytes, piece_bytes),
-        tier=ReadyTier(server, "tier", memory, piece_bytes),
+        tier=ReadyTier(server, memory, piece_bytes),
         others={"boto3": Popular(server, memory, piece_bytes)},
     )
 

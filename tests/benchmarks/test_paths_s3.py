@@ -25,7 +25,7 @@ ARMS: dict[str, Callable[[Server, Memory], Arm]] = {
     "plain": lambda server, memory: Objects(server, "p", memory, PIECE_BYTES, PIECE_BYTES),
     "cut": lambda server, memory: Objects(server, "c", memory, PIECE_BYTES, 300_000),
     "boto3": lambda server, memory: Popular(server, memory, PIECE_BYTES),
-    "kvtide": lambda server, memory: ReadyTier(server, "tier", memory, PIECE_BYTES),
+    "kvtide": lambda server, memory: ReadyTier(server, memory, PIECE_BYTES),
 }
 
 
