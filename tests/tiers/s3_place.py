@@ -11,6 +11,7 @@ import obstore
 import pytest
 from obstore.store import S3Store
 
+from kvtide.codec.record import MAGIC
 from kvtide.core.records import Record
 from kvtide.testing import object_servers
 from kvtide.testing.tier_drive import DrivenTier
@@ -73,6 +74,13 @@ class Bucket:
         content = bytearray(obstore.get(self.store, name).bytes())
         content[-5] ^= 1
         obstore.put(self.store, name, bytes(content))
+
+    def make_foreign(self, name: str, more_bytes: int = 0) -> bytes:
+        """As if the next version of kvtide had written it, of so much more length; its content."""
+        content = bytearray(obstore.get(self.store, name).bytes())
+        content[len(MAGIC)] += 1
+        obstore.put(self.store, name, bytes(content) + bytes(more_bytes))
+        return bytes(content) + bytes(more_bytes)
 
 
 def open_s3(

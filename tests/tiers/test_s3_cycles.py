@@ -77,6 +77,12 @@ class Place:
         assert self.tier.load(self.record) is LoadOutcome.ABSENT
         self.tier.keep(self.chain)
 
+    def load_foreign(self) -> None:
+        record = self.fresh()
+        self.tier.keep([record])
+        self.bucket.make_foreign(self.bucket.objects_of(record)[0])
+        assert self.tier.load(record) is LoadOutcome.ABSENT
+
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
@@ -116,5 +122,5 @@ def test_calls_that_fail_leave_no_cycles(place: Place, fault: str) -> None:
 
 def test_records_that_are_gone_leave_no_cycles(place: Place) -> None:
     """Rows that named each other let go of each other."""
-    for call in (place.load_damaged, place.load_evicted):
+    for call in (place.load_damaged, place.load_evicted, place.load_foreign):
         assert cycles_of(call) < CALLS, call
