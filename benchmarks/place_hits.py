@@ -157,7 +157,7 @@ class Ours:
     def begin(self) -> None:
         """Kill the node, start another, and wait until the engine has that, and serves.
 
-        What is in the place it knows by then: a tier that mirrors it says that it is on after that.
+        It knows by then what is in the place: a tier that mirrors that is on only afterwards.
         (The engine would start one itself, but for nodes that die young again and again.)
         """
         (pid,) = node_pids(self._places.directory)

@@ -181,8 +181,8 @@ S3 = (
         "style",
         parse=one_of("auto", "path", "host"),
         accepts="`auto`, `path` or `host`",
-        doc="Where requests name the bucket. `auto`: in the path where an endpoint is given, here or"
-        " in the environment, in the host's name at Amazon's.",
+        doc="Where requests name the bucket. `auto`: in the path where an endpoint is given, here"
+        " or in the environment, in the host's name at Amazon's.",
         default="auto",
     ),
     Option(

@@ -30,9 +30,7 @@ ARMS: dict[str, Callable[[Server, Memory], Arm]] = {
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_an_arm_brings_back_what_it_put_and_makes_room(
-    server: Server, name: str
-) -> None:
+def test_an_arm_brings_back_what_it_put_and_makes_room(server: Server, name: str) -> None:
     bucket = Bucket(server.port)
     bucket.clear()
     memory = Memory(ROUND_BYTES)

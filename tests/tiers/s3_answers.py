@@ -16,7 +16,7 @@ from kvtide.testing.proxy import Proxy
 
 ERROR = """<?xml version="1.0" encoding="UTF-8"?>
 <Error><Code>{code}</Code><Message>{code}</Message></Error>"""
-STS_ANSWER = """<AssumeRoleWithWebIdentityResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/">
+STS_ANSWER = """<AssumeRoleWithWebIdentityResponse>
 <AssumeRoleWithWebIdentityResult><Credentials><AccessKeyId>{AccessKeyId}</AccessKeyId>
 <SecretAccessKey>{SecretAccessKey}</SecretAccessKey><SessionToken>of a session</SessionToken>
 <Expiration>{Expiration}</Expiration></Credentials></AssumeRoleWithWebIdentityResult>

@@ -42,7 +42,7 @@ class Place:
         config = object_servers.config_for(front.server_address[1])
         calls = Calls(object_servers.BUCKET, config, {}, WAIT_S)
         self.mirror = Mirror(Census(), TOP)
-        notes = Notes(calls, self.mirror, "00000000000000ab")
+        notes = Notes(calls, self.mirror)
         self.listing = Listing(calls, self.mirror, notes)
 
     def records(self) -> list[str]:

@@ -11,6 +11,7 @@ Ownership: under `lock`; names are taken in and given up by the thread that writ
 those that load, too.
 """
 
+import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -44,6 +45,8 @@ class Mirror:
     def __init__(self, census: Census, top: str) -> None:
         self.lock = threading.RLock()
         self.top = top
+        self.writer = os.urandom(8).hex()
+        """The node, in the names of its notes."""
         self.newest = 0
         """The latest stamp that was seen or given."""
         self.taken_bytes = 0

@@ -35,13 +35,12 @@ class Notes:
         gone_names: the own note of what is gone, which goes with what the next one tells.
     """
 
-    def __init__(self, bucket: Bucket, mirror: Mirror, writer: str) -> None:
+    def __init__(self, bucket: Bucket, mirror: Mirror) -> None:
         self.others_bytes = 0
         self.clears: dict[str, Clear] = {}
         self.gone_names: list[str] = []
         self._bucket = bucket
         self._mirror = mirror
-        self._writer = writer
         self._read: set[str] = set()
         self._unread: set[str] = set()
         self._gone: deque[bytes] = deque(maxlen=TOLD_MAX)
@@ -61,7 +60,7 @@ class Notes:
             note = parse_note(self._mirror.top, one.name)
             if isinstance(note, Clear):
                 clears[one.name] = note
-            elif note is None or note.writer == self._writer:
+            elif note is None or note.writer == self._mirror.writer:
                 continue
             elif now_s - one.at_s > (CLAIM_S_MAX if isinstance(note, Claim) else GONE_S_MAX):
                 old.append(one.name)
@@ -112,19 +111,19 @@ class Notes:
         """What was found here, so that others do not evict it."""
         found_ends = self._mirror.take_found_ends()
         if found_ends:
-            old, used = self._used_names, Used(self._mirror.next_stamp(), self._writer)
+            old, used = self._used_names, Used(self._mirror.next_stamp(), self._mirror.writer)
             self._used_names = [await self._put(used, b"".join(found_ends))]
             await self._bucket.delete(old)
 
     async def tell_gone(self, writes: Sequence[Written]) -> None:
         """These are deleted."""
         self._gone.extend(one.key + one.write_id for one in writes)
-        gone = Gone(self._mirror.next_stamp(), self._writer)
+        gone = Gone(self._mirror.next_stamp(), self._mirror.writer)
         self.gone_names = [await self._put(gone, b"".join(self._gone))]
 
     async def tell_clear(self, scope: Scope) -> Clear:
         """What is of this scope by now is gone."""
-        clear = Clear(self._mirror.next_stamp(), self._writer, scope)
+        clear = Clear(self._mirror.next_stamp(), self._mirror.writer, scope)
         await self._put(clear, b"")
         return clear
 

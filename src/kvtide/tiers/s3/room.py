@@ -36,7 +36,6 @@ class Room:
         self,
         bucket: Bucket,
         mirror: Mirror,
-        writer: str,
         bytes_max: int,
         notes: Notes,
         listing: Listing,
@@ -45,7 +44,6 @@ class Room:
         """Of the own claim."""
         self._bucket = bucket
         self._mirror = mirror
-        self._writer = writer
         self._limit_bytes = int(bytes_max * (1 - SPARE_RATIO))
         self._claim_bytes = min(bytes_max // CLAIMS_PER_CAP, CLAIM_BYTES_MAX)
         self._has_no_cap = bytes_max >= NO_CAP_BYTES
@@ -82,7 +80,7 @@ class Room:
     async def _claim(self, size_bytes: int, sent_bytes: int, keep: Iterable[bytes]) -> bool:
         self._left_bytes, began_s = 0, time.monotonic()
         claimed_bytes = size_bytes + sent_bytes
-        claim = Claim(self._mirror.next_stamp(), self._writer, claimed_bytes)
+        claim = Claim(self._mirror.next_stamp(), self._mirror.writer, claimed_bytes)
         old, self.name = self.name, note_name(self._mirror.top, claim)
         await self._bucket.put(self.name, [b""])
         if old:

@@ -10,7 +10,6 @@ with each survey what is new, and now and then all names, a page at a time betwe
 
 import asyncio
 import logging
-import os
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -79,10 +78,9 @@ class S3Session:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._call: asyncio.Task[Any] | None = None
         self._is_interrupted = False
-        writer = os.urandom(8).hex()
-        self._notes = Notes(bucket, mirror, writer)
+        self._notes = Notes(bucket, mirror)
         self._listing = Listing(bucket, mirror, self._notes)
-        self._room = Room(bucket, mirror, writer, bytes_max, self._notes, self._listing)
+        self._room = Room(bucket, mirror, bytes_max, self._notes, self._listing)
         self._under_way: deque[_UnderWay] = deque()
 
     # ---- the calls of a session
