@@ -5,8 +5,11 @@
 A plain loop puts and gets an object for each record by obstore, so many at a time, and copies what
 it got to where it is wanted; nothing is proven, listed or counted. One cuts each record into
 objects as the tier does, which go by several connections. boto3 is used as its manual shows, by a
-thread for each record that is under way. These delete what is two rounds old. The servers are
-those that tests run on, beside it on the same machine: they, not the client, are most of what is
+thread for each record that is under way. These delete what is two rounds old. LMCache's adapter
+`s3`, by the client awscrt, runs in a process of its own on a server of its own, since it looks for
+the bucket in the host's name alone; and not with records that awscrt sends by multipart upload,
+because rclone's answer to that is not as it expects ("Upload Id not found"). The servers are those
+that tests run on, beside it on the same machine: they, not the client, are most of what is
 measured. How they are compared, and what is shown, says benchmarks/places.py.
 
 `--quick` measures few rounds, of one size alone, and decides nothing.
@@ -15,14 +18,17 @@ measured. How they are compared, and what is shown, says benchmarks/places.py.
 import asyncio
 import sys
 import tempfile
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import obstore
 from obstore.store import S3Store
 
+from benchmarks.lmcache_arm import Adapter
+from benchmarks.lmcache_server import s3_below
 from benchmarks.paths_disk import as_in_the_node
 from benchmarks.places import (
     DEPTHS,
@@ -53,6 +59,9 @@ TIER_ROUNDS = 8
 and real caps are thousands of times as large."""
 CAP_BYTES_MIN = 64 * MiB
 """No tier takes a smaller one."""
+LMCACHE_BYTES_MAX = 8 * MiB
+"""Longer records awscrt sends by multipart upload."""
+WHY_WITHOUT = "whose client gets along with rclone alone, and without multipart uploads"
 
 
 class Objects(Here):
@@ -197,8 +206,25 @@ class ReadyTier(Tier):
             self._tier.poll()
 
 
-def arms_of(server: Server, memory: Memory, piece_bytes: int) -> Arms:
-    """All for one size."""
+@contextmanager
+def bucket_in_hosts_name(directory: Path) -> Iterator[Server]:
+    """A server of rclone that looks for the bucket there: of 127.0.0.1 it is the first number."""
+    (directory / "data" / "127").mkdir(parents=True)
+    server = object_servers.rclone(directory)
+    server.commands[0].append("--force-path-style=false")
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def arms_of(server: Server, hosted: Server | None, memory: Memory, piece_bytes: int) -> Arms:
+    """All for one size; LMCache on the second server."""
+    others: dict[str, Arm] = {"boto3": Popular(server, memory, piece_bytes)}
+    if hosted is not None:
+        below = s3_below(hosted.port, ACCESS_KEY, SECRET_KEY)
+        others["LMCache s3"] = Adapter(below, piece_bytes, hosted.directory / "lmcache.log")
     plain: dict[str, Arm] = {
         "plain": Objects(server, "plain", memory, piece_bytes, piece_bytes),
         "plain, cut": Objects(server, "cut", memory, piece_bytes, PART_BYTES),
@@ -207,7 +233,7 @@ def arms_of(server: Server, memory: Memory, piece_bytes: int) -> Arms:
         plain,
         again=Objects(server, "again", memory, piece_bytes, piece_bytes),
         tier=ReadyTier(server, memory, piece_bytes),
-        others={"boto3": Popular(server, memory, piece_bytes)},
+        others=others,
     )
 
 
@@ -217,11 +243,15 @@ def run(program: str, extent: Extent, memory: Memory) -> list[Cell]:
     rounds = f"rounds of {ROUND_BYTES // MiB} MiB, medians of {extent.rounds}"
     print(f"{program}, {rounds}\n{HEAD}")
     for piece_bytes in extent.sizes:
-        with (
-            tempfile.TemporaryDirectory(prefix="kvtide-bench-") as directory,
-            object_servers.running(program, Path(directory)) as server,
-            closing(arms_of(server, memory, piece_bytes)) as arms,
-        ):
+        with ExitStack() as stack:
+            below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtide-bench-")))
+            server = stack.enter_context(object_servers.running(program, below / "server"))
+            hosted = None
+            if program == "rclone" and piece_bytes <= LMCACHE_BYTES_MAX:
+                hosted = stack.enter_context(bucket_in_hosts_name(below / "hosted"))
+            else:
+                print(f"{piece_bytes // MiB:>4} MiB: without LMCache s3, {WHY_WITHOUT}")
+            arms = stack.enter_context(closing(arms_of(server, hosted, memory, piece_bytes)))
             cells += measured(arms, piece_bytes, extent.rounds)
     return cells
 

@@ -29,7 +29,9 @@ ARMS: dict[str, Callable[[Server, Memory], Arm]] = {
 }
 
 
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize(
+    "name", ["plain", "cut", pytest.param("boto3", marks=pytest.mark.long), "kvtide"]
+)
 def test_an_arm_brings_back_what_it_put_and_makes_room(server: Server, name: str) -> None:
     bucket = Bucket(server.port)
     bucket.clear()

@@ -145,6 +145,7 @@ def test_a_store_whose_answers_end_anywhere_leaves_a_whole_record_or_none(proxy:
         assert [tier.load(record) for record in chain] == [LoadOutcome.LOADED] * len(chain)
 
 
+@pytest.mark.long
 def test_random_faults_never_bring_a_wrong_byte(proxy: Proxy) -> None:
     """The driver looks at each byte of each load that ended well; at the end all heals."""
     seed = random.randrange(1 << 30)
@@ -230,6 +231,7 @@ def test_a_store_that_was_dropped_before_it_began_tells_nothing_of_the_place(
         assert "it has not worked yet" in tier.tier.statistics().state
 
 
+@pytest.mark.long
 def test_a_store_that_deletes_objects_only_singly_is_as_good(
     server: Server, bucket: Bucket
 ) -> None:
@@ -247,16 +249,15 @@ def test_a_store_that_deletes_objects_only_singly_is_as_good(
 @pytest.mark.parametrize("trusted", [False, True])
 def test_a_certificate_is_verified(tmp_path: Path, trusted: bool) -> None:
     """One that nobody vouches for is none; one that a file vouches for is."""
-    for name in ("good", "evil"):
-        made_certificates(tmp_path, name)
+    made_certificates(tmp_path, "own")
     server = object_servers.rclone(tmp_path)
-    files = ["--cert", str(tmp_path / "good.crt"), "--key", str(tmp_path / "good.key")]
+    files = ["--cert", str(tmp_path / "own.crt"), "--key", str(tmp_path / "own.key")]
     server.commands[0][3:3] = files
     server.start()
     record = records(1)[0]
     endpoint = {"endpoint": f"https://127.0.0.1:{server.port}"}
-    vouching = tmp_path / ("good-ca.crt" if trusted else "evil-ca.crt")
-    connection = {"root_certificate": vouching.read_bytes()}
+    vouching = (tmp_path / "own-ca.crt").read_bytes()
+    connection = {"root_certificate": vouching} if trusted else {}
     try:
         with driven(server.port, config=endpoint, connection=connection) as tier:
             outcome = tier.store([record])[0]
@@ -287,12 +288,15 @@ def test_an_object_that_the_store_evicts_is_a_miss_that_removes_its_record(
         assert tier.load(second) is LoadOutcome.LOADED
 
 
-def test_a_part_that_is_gone_is_a_miss(server: Server, bucket: Bucket) -> None:
+def test_a_part_that_is_gone_is_a_miss(
+    server: Server, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a record of several objects, whichever of them is gone."""
-    layout = layout_of(5 * MiB)
+    monkeypatch.setattr(names, "PART_BYTES", 64 * KiB)
+    layout = layout_of(32 * KiB)
     for number in range(3):
         record = chain_of(ROOT, layout, text(number, 4))[0]
-        with driven(server.port, bytes_max=128 * MiB, queue_bytes_max=32 * MiB) as tier:
+        with driven(server.port) as tier:
             tier.keep([record])
             assert tier.load(record) is LoadOutcome.LOADED
             objects = bucket.objects_of(record)

@@ -98,7 +98,7 @@ def chunks(root: RootName, count: int) -> list[Record]:
     return [chain_of(root, LAYOUT, text(number, 4))[0] for number in range(count)]
 
 
-@pytest.mark.parametrize("is_damaged", [False, True])
+@pytest.mark.parametrize("is_damaged", [pytest.param(False, marks=pytest.mark.long), True])
 def test_while_a_kind_is_unknown_its_parts_stay_and_its_clears_hold(
     place: Place, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
 ) -> None:
@@ -159,6 +159,7 @@ def test_one_damaged_header_says_nothing_of_its_kind(place: Place) -> None:
     assert left not in place.parts()
 
 
+@pytest.mark.long
 def test_a_bucket_of_many_salts_works_at_once(place: Place) -> None:
     """Each is a kind, whose header takes long to come: other work does not wait for all."""
     salted = [chain_of(root_of(salt=str(n)), LAYOUT, text(1, 4))[0] for n in range(SALTS)]

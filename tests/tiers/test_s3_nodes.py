@@ -90,8 +90,8 @@ def test_what_one_node_stores_clears_and_evicts_the_other_learns(
 def test_one_cap_holds_for_nodes_that_store_at_the_same_time(
     server: Server, bucket: Bucket
 ) -> None:
-    """Three times the cap by each of two; none of them knows what the other is sending."""
-    count = 3 * CAP_BYTES // LARGE.chunk_bytes
+    """The cap by each of two; none of them knows what the other is sending."""
+    count = CAP_BYTES // LARGE.chunk_bytes
     with driven(server.port) as one, driven(server.port) as other:
         jobs = []
         for number in range(0, count, 4):
@@ -106,6 +106,7 @@ def test_one_cap_holds_for_nodes_that_store_at_the_same_time(
         assert len(bucket.names(f"{TOP}/r")) >= CAP_BYTES // LARGE.chunk_bytes // 2
 
 
+@pytest.mark.long
 def test_a_note_that_cannot_be_read_holds_up_nothing(server: Server, bucket: Bucket) -> None:
     """It may be deleted meanwhile, as the next one replaces it; if not, it is read later."""
     chain = chain_of(ROOT, SMALL, text(1, 4))
@@ -128,6 +129,7 @@ def used_names(bucket: Bucket) -> list[str]:
     return [name for name in bucket.names(f"{TOP}/m") if name.endswith(".used")]
 
 
+@pytest.mark.long
 def test_what_one_node_uses_another_does_not_evict(server: Server, bucket: Bucket) -> None:
     """It stores four times the cap, and never asks for it itself."""
     hot = chain_of(ROOT, LARGE, text(5000, 8))
@@ -223,6 +225,7 @@ def test_the_mark_of_a_clear_goes_when_all_that_it_means_is_gone(
         assert bucket.names(f"{TOP}/r") == []
 
 
+@pytest.mark.long
 def test_what_was_stored_before_is_found_by_who_starts_among_thousands_of_names(
     server: Server, bucket: Bucket
 ) -> None:
