@@ -4,8 +4,8 @@ In its multiprocess mode, the worker copying (`engine_driven`) through shared me
 of its modes on a CPU, from an environment of its own (scripts/setup_lmcache), with its log and its
 metrics quiet.
 
-With a place below, which one of its adapters keeps (`files_below`, `resp_below`, `s3_below`), it keeps in
-memory what it has read (`retain`). `clear` empties that memory: the next hit comes from
+With a place below, which one of its adapters keeps (`files_below`, `resp_below`, `s3_below`), it
+keeps in memory what it has read (`retain`). `clear` empties that memory: the next hit comes from
 the place.
 
 Rejected: `skip_l1`, which never keeps anything in memory. A request that hits in the engine's own
