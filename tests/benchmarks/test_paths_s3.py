@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator
 
+import obstore
 import pytest
 
+from benchmarks import outside
 from benchmarks.paths_s3 import CAP_BYTES_MIN, Objects, Popular, ReadyTier
 from benchmarks.places import DEPTHS, HELD_ROUNDS, Arm, Memory, _warm
 from kvtide.testing import object_servers
@@ -45,3 +47,14 @@ def test_an_arm_brings_back_what_it_put_and_makes_room(server: Server, name: str
         assert ROUND_BYTES <= bucket.bytes_taken() <= held_bytes
     finally:
         arm.close()
+
+
+def test_what_a_server_sends_is_seen_from_outside(server: Server) -> None:
+    """All of an object, and little more."""
+    bucket, place = Bucket(server.port), outside.Bucket(server)
+    bucket.clear()
+    obstore.put(bucket.store, "some", bytes(PIECE_BYTES))
+    assert place.chunk_count() == 1
+    before = place.read_bytes(())
+    obstore.get(bucket.store, "some").bytes()
+    assert PIECE_BYTES <= place.read_bytes(()) - before < 1.1 * PIECE_BYTES

@@ -24,7 +24,7 @@ PART_BYTES = 64 * KiB
 LAYOUT = layout_of(24 * KiB)
 """Two objects for each record: what is under way beside a call that fails ends, too."""
 HASTY = Limits(call_s=0.5, put_s=0.5)
-CALLS = 3
+CALLS = 2
 
 
 class Place:
