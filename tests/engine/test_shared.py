@@ -36,6 +36,8 @@ T_HEAL_S = 7.0
 take as long again as it was away."""
 WAIT_MS_MAX = 500.0
 """What a place that is away may add to a request: nothing, but on a busy machine."""
+BUSY_RATIO = 1.5
+"""Whatever is asked takes so much longer or shorter there, from one moment to the next."""
 ASKED_AWAY = 8
 """Requests meanwhile; more than it takes to open a breaker."""
 
@@ -182,7 +184,7 @@ def test_a_place_that_goes_costs_no_answer_and_hits_resume_when_it_is_back(
         began_s = time.monotonic()
         assert_right(here, under_way, stream.finish())
     away = [ask(there, prompt_of(f"away {n}", 200), 2).ttft_ms for n in range(ASKED_AWAY)]
-    assert statistics.median(away) <= statistics.median(uncached) + WAIT_MS_MAX
+    assert statistics.median(away) <= BUSY_RATIO * statistics.median(uncached) + WAIT_MS_MAX
     nodes[1].wait("it is seen", lambda status: shared(status)["state"] != "on")
     answer = ask(there, missed)
     assert answer.cached_tokens == 0
