@@ -184,6 +184,7 @@ class Toys:
             if engine.connector is not None:
                 assert not engine.connector._is_off, "an error of the scheduler role"
                 assert not engine.connector.has_pending_push_work()
+                assert not any(kept := remembered(engine)), kept
                 assert not any(worker.connector._is_off for worker in engine.workers)
 
     def close(self) -> None:
@@ -205,6 +206,17 @@ def session(engine: ToyEngine) -> object:
 def workers_of(engine: ToyEngine) -> list[Any]:
     """Our worker roles."""
     return [worker.connector._worker for worker in engine.workers]
+
+
+def remembered(engine: ToyEngine) -> list[object]:
+    """What both roles keep of requests: all of it is empty once they have ended."""
+    side = scheduler_of(engine)
+    kept = [side._trackers, side._loads, side._loading, side._new_loads]
+    kept += [side._lookups._questions]
+    kept += [side._stores._asking, side._stores._left, side._stores._due, side._stores._rescues]
+    for worker in workers_of(engine):
+        kept += [worker._loads, worker._held, worker._load_errors]
+    return kept
 
 
 def stored(toys: Toys, engine: ToyEngine, length: int, weights: int = 0) -> list[int]:
