@@ -1,4 +1,4 @@
-"""The map of the contract names tests that are there, for every clause, and answers every fault."""
+"""The map of the contract: for every clause tests that are there, for every fault an answer."""
 
 import ast
 import tomllib

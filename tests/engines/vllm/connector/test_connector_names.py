@@ -18,7 +18,9 @@ OPTIONS = ToyOptions(chunk_tokens=64, step_tokens=64)
 LENGTH = 200
 
 
-def keys_of(engine: ToyEngine, prompt: list[int], identifier: str, first_token: int) -> list[bytes]:
+def keys_of(
+    engine: ToyEngine, prompt: list[int], identifier: str, first_token: int
+) -> list[bytes]:
     """The keys of the chunks of a prompt with an image in it, as the scheduler role makes them."""
     request = Features(identifier, "salt")
     request.all_token_ids, request.num_tokens = prompt, len(prompt)

@@ -263,8 +263,8 @@ def test_drafts_are_never_stored(toys: Toys, right: int, is_async: bool) -> None
 def test_a_pool_too_small_for_all(
     toys: Toys, block_count: int, drafts: int, is_async: bool
 ) -> None:
-    """vLLM preempts by itself, again and again; blocks change hands in every step. Drafts need room
-    beyond what a load was given."""
+    """vLLM preempts by itself, again and again; blocks change hands in every step. Drafts need
+    room beyond what a load was given."""
     engine = toys.start(options(block_count=block_count, draft_tokens=drafts, is_async=is_async))
     engine.workers[0].guess = lambda sofar: [1, 2, 3][:drafts]
     held = tokens(100)
