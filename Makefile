@@ -27,7 +27,7 @@ test: setup
 	@$(PYTHON) -m pytest -m 'engine and not slow'
 
 bench: setup
-	@$(PYTHON) -m benchmarks
+	@$(PYTHON) -m benchmarks; code=$$?; $(PYTHON) scripts/make_docs; exit $$code
 
 clean:
 	rm -rf .venv .venv-lmcache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
