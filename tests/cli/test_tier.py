@@ -15,6 +15,7 @@ from kvtide.testing import object_servers
 from kvtide.testing.memory_tier import MemoryTier
 from kvtide.tiers.base import Done, LookupJob
 from kvtide.tiers.registry import TierType
+from kvtide.tiers.shared_dir.members import Place
 from kvtide.units import MiB
 from tests.cli.runs import Run, one_line
 from tests.node.fixtures import StartNode
@@ -144,12 +145,12 @@ def test_a_mount_that_hangs_is_given_up(
 ) -> None:
     answers = threading.Event()
 
-    def hang(path: Path) -> set[bytes]:
+    def hang(place: Place) -> set[bytes]:
         answers.wait()
         return set()
 
     monkeypatch.setattr(footprint, "OPEN_S_MAX", 0.05)
-    monkeypatch.setattr(footprint.shared_dir, "folders_in", hang)
+    monkeypatch.setattr(Place, "folders", hang)
     try:
         assert "has not answered for 0.05 s" in one_line(run("tier", "test", str(tmp_path)))
     finally:
@@ -201,7 +202,7 @@ def test_a_place_that_does_not_answer_is_said_to(
     """A node would take it in later; who tries it wants to know now."""
     monkeypatch.setattr(command.Opening, "wait", lambda _: None)
     said = one_line(run("tier", "test", str(tmp_path / "kv")))
-    assert said.endswith("has not answered for 5 s")
+    assert "has not answered for 5 s; see that it is mounted" in said
 
 
 def test_a_disk_that_a_node_has_says_so(run: Run, new_node: StartNode, tmp_path: Path) -> None:

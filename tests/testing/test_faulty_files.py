@@ -66,6 +66,7 @@ def each_call(one: Opened) -> dict[Call, Callable[[], object]]:
         Call.NAMES: lambda: files.names(directory),
         Call.FREE_SPACE: lambda: files.free_space(directory),
         Call.MAKE_DIRECTORY: lambda: files.make_directory(directory + "/below"),
+        Call.REMOVE_DIRECTORY: lambda: files.remove_directory(directory + "/below"),
         Call.SYNC_DIRECTORY: lambda: files.sync_directory(directory),
         Call.OPEN: lambda: files.close(files.open(directory + "/other", WRITING)),
         Call.RENAME: lambda: files.rename(directory + "/other", directory + "/third"),
@@ -97,6 +98,7 @@ def test_each_kind_of_call_fails_by_itself(opened: Opened) -> None:
             code = code_of(run)
             is_behind = wanted is Call.OPEN and call in (Call.RENAME, Call.UNLINK)
             is_behind |= wanted is Call.RENAME and call is Call.UNLINK
+            is_behind |= wanted is Call.MAKE_DIRECTORY and call is Call.REMOVE_DIRECTORY
             if not is_behind:  # they lack the file that the failed call was to make
                 assert code == (errno.EIO if call is wanted else 0), (wanted, call)
         assert opened.files.injected[f"{wanted} EIO"] == 1
@@ -160,8 +162,8 @@ def test_a_read_only_file_system_is_read(opened: Opened) -> None:
     assert opened.read(10) == b"x" * 10
     assert code_of(lambda: opened.files.close(opened.files.open(opened.path, os.O_RDONLY))) == 0
     refused = {call for call, run in each_call(opened).items() if code_of(run) == errno.EROFS}
-    changing = {Call.WRITE, Call.PUNCH, Call.TRUNCATE, Call.MAKE_DIRECTORY}
-    assert refused == changing | {Call.OPEN, Call.RENAME, Call.UNLINK}
+    changing = {Call.WRITE, Call.PUNCH, Call.TRUNCATE, Call.OPEN, Call.RENAME, Call.UNLINK}
+    assert refused == changing | {Call.MAKE_DIRECTORY, Call.REMOVE_DIRECTORY}
 
 
 def test_a_vanished_mount_has_nothing_by_path_and_fails_what_is_open(opened: Opened) -> None:

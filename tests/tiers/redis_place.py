@@ -125,10 +125,12 @@ def heal(tier: DrivenTier, record: Record) -> None:
 
 
 def well(tier: DrivenTier, record: Record) -> None:
-    """Let time pass until its place is said to work; that loads do, only a load can show."""
+    """Let time pass until its place is said to work; that loads and stores do, only they show."""
     deadline_s = time.monotonic() + WAIT_S
     while tier.tier.statistics().state != "on":
         assert time.monotonic() < deadline_s, tier.tier.statistics()
         tier.pass_time(5_000)
         tier.poll_for(0.05)
         tier.load(record)
+        if "stores stop" in tier.tier.statistics().state:
+            tier.store([record])

@@ -10,8 +10,9 @@ import pytest
 
 from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.tiers.files import SystemFiles
+from kvtide.tiers.shared_dir.journal import Position, read_on
 from kvtide.tiers.shared_dir.members import SILENT_S, FolderLost, Place, this_process
-from kvtide.tiers.shared_dir.ops import AliveOp, ClaimOp, SweepOp, claimed
+from kvtide.tiers.shared_dir.ops import AliveOp, ClaimOp, Hands, SweepOp, claimed
 from tests.tiers.shared_place import driven, files_of, folder_of, shared_of, tails, wait_quiet
 
 
@@ -64,3 +65,29 @@ def test_a_contested_folder_that_could_not_be_taken_stays_contested(
     claimed(third)
     assert third.own == wanted
     assert third.is_contested
+
+
+def test_a_contested_folder_whose_taker_has_not_come_or_was_killed_stays_contested(
+    kv: Path,
+) -> None:
+    """Between two steps there is no owner; that it was a silent one's is still to be seen, until
+    the next owner has written the journal anew, and swept."""
+    with driven(kv) as tier:
+        tier.keep(tails(4))
+        wanted, folder = shared_of(tier)._place.own, folder_of(shared_of(tier))
+    owner, journal = folder / "owner", str(folder / "journal")
+    owner.write_text("incarnation boot namespace 1 1\n1\n")
+    before = read_on(SystemFiles(), journal, Position()).position
+    second, third = Place(str(kv), SystemFiles()), Place(str(kv), SystemFiles())
+    assert second._has_freed(wanted, owner.stat().st_mtime + SILENT_S + 1)
+    assert not owner.exists()
+    hands = Hands(third, claimed(third))
+    assert third.own == wanted
+    assert third.is_contested
+    assert read_on(SystemFiles(), journal, before).is_anew, "its rows are not read on"
+    assert not second._make_owner(wanted)
+    assert hands.run(SweepOp(set())).error is None
+    assert not list(folder.glob("owner.*"))
+    hands.leave()
+    assert second._has_freed(wanted, 0.0)
+    assert not second.is_contested

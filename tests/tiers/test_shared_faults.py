@@ -14,6 +14,7 @@ from kvtide.testing.tier_records import BLOCKS_PER_CHUNK, chain_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.breaker import SHARED_RETRY_MS_MAX
 from kvtide.tiers.kinds import Kind
+from kvtide.tiers.shared_dir.cap import REFUSED_MS
 from kvtide.tiers.shared_dir.journal import (
     OPENING_BYTES,
     KeptRow,
@@ -184,14 +185,19 @@ def test_lookups_do_not_wait_for_a_place_that_hangs(kv: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_server_takes_nothing_and_leaves_nothing_behind(kv: Path, code: int) -> None:
+    """What it has makes room, and where that is all, it is tried again a minute later."""
     records = tails(3)
     with driven(kv) as tier:
         tier.keep(records[:1])
         for call in (Call.WRITE, Call.SYNC):
             files_of(shared_of(tier)).fail(call, code, count=1)
             assert tier.store(records[1:2]) == [StoreOutcome.NO_ROOM]
-            assert len(list(folder_of(shared_of(tier)).glob("??/*"))) == 1
-        tier.keep(records[1:])
+            wait_quiet(tier)
+            assert not list(folder_of(shared_of(tier)).glob("??/*"))
+        assert tier.store(records[1:2]) == [StoreOutcome.NO_ROOM], "it is not tried"
+        assert tier.tier.statistics().state == "on"
+        tier.pass_time(REFUSED_MS)
+        tier.keep(records)
         assert all(map(tier.is_there, records))
         shared_of(tier).check_integrity()
 

@@ -15,11 +15,11 @@ from kvtide.tiers.kinds import Kind
 from kvtide.tiers.shared_dir import journal
 from kvtide.tiers.shared_dir import others as others_module
 from kvtide.tiers.shared_dir import tier as tier_module
-from kvtide.tiers.shared_dir.journal import KeptRow, KindRow, Piece, Position
+from kvtide.tiers.shared_dir.journal import GoneRow, KeptRow, KindRow, Piece, Position, Row
 from kvtide.tiers.shared_dir.ops import Ended, FreeOp
 from kvtide.tiers.shared_dir.others import Others
 from kvtide.tiers.shared_dir.own import LiveRows
-from kvtide.tiers.shared_dir.tier import MEMBER_MS_MAX
+from kvtide.tiers.shared_dir.reads import MEMBER_MS_MAX
 from kvtide.tiers.shared_dir.view import View
 from tests.tiers.shared_place import (
     ROOT,
@@ -212,3 +212,102 @@ def test_clears_that_cannot_be_noted_do_not_add_up(
         there.keep(tails(1, first=9))
         look(here)
         assert here.is_there(tails(1, first=9)[0])
+
+
+def stop_member(here: DrivenTier, member: DrivenTier) -> None:
+    """Whatever is opened in this one's folder hangs from here on; known, and left behind."""
+    files = files_of(shared_of(here))
+    files.stall(Call.OPEN, path_part=folder_of(shared_of(member)).name)
+    here.pass_time(1_000)
+    files.wait_stalled(1)
+    while here.tier.statistics().state == "on":
+        here.pass_time(500)
+    while here.tier.statistics().state != "on":
+        here.pass_time(500)
+        here.poll_for(0.02)
+
+
+def test_one_member_that_hangs_keeps_nobody_from_the_others(kv: Path) -> None:
+    """Its files lie on a server that is away, those of others do not. What is known of it is not
+    waited for; all of it is back with that server."""
+    with driven(kv) as here, driven(kv) as there, driven(kv) as other:
+        there.keep(tails(1))
+        other.keep(tails(1, first=9))
+        look(here)
+        stop_member(here, there)
+        there.keep(tails(1, first=1))
+        other.keep(tails(1, first=10))
+        look(here)
+        for record in tails(2, first=9):
+            assert here.is_there(record)
+            assert here.load(record) is LoadOutcome.LOADED
+        assert here.load(tails(1)[0]) is LoadOutcome.FAILED
+        assert files_of(shared_of(here)).stalled_count == 1, "nothing else waits for it"
+        assert here.tier.statistics().state == "on"
+        files_of(shared_of(here)).release()
+        wait_quiet(here)
+        look(here)
+        assert {here.load(record) for record in tails(2)} == {LoadOutcome.LOADED}
+        shared_of(here).check_integrity()
+
+
+def test_a_clear_does_not_wait_for_a_member_that_hangs(kv: Path) -> None:
+    """All that it has counts as cleared until it is read; what it stores later is found."""
+    with driven(kv) as here, driven(kv) as there:
+        there.keep(tails(1))
+        look(here)
+        stop_member(here, there)
+        here.tier.clear(None)
+        while shared_of(here)._clears:
+            here.poll_for(0.01)
+        assert files_of(shared_of(here)).stalled_count == 1
+        files_of(shared_of(here)).release()
+        wait_quiet(here)
+        look(here)
+        assert not here.is_there(tails(1)[0])
+        there.keep(tails(1, first=5))
+        look(here)
+        assert here.is_there(tails(1, first=5)[0])
+
+
+def test_a_clear_while_an_own_record_hangs_means_nothing_that_is_stored_later(kv: Path) -> None:
+    """Its member is stuck, and is this node itself: the numbers of its own records are known."""
+    with driven(kv) as tier:
+        tier.keep(tails(1))
+        files = files_of(shared_of(tier))
+        files.stall(Call.OPEN, path_part=tails(1)[0].key.hex())
+        load = tier.submit_load(tails(1)[0])
+        files.wait_stalled(1)
+        while tier.tier.statistics().state == "on":
+            tier.pass_time(500)
+        tier.tier.clear(None)
+        while shared_of(tier)._clears:
+            tier.poll_for(0.01)
+        files.release()
+        tier.wait([load])
+        wait_quiet(tier)
+        tier.keep(tails(2, first=5))
+    with driven(kv) as tier:
+        assert not tier.is_there(tails(1)[0])
+        assert all(map(tier.is_there, tails(2, first=5)))
+
+
+def test_a_look_that_was_left_behind_brings_only_what_goes_on_from_what_is_known() -> None:
+    """It hung in one journal when it had read another, which a later one has read further: what
+    went meanwhile is not back."""
+    member, slow = b"m" * 16, b"s" * 16
+    first, second = tails(2)
+    rows: list[Row] = [KindRow(1, Kind(ROOT, first.layout))]
+    rows += [
+        KeptRow(1, n, one.key, ROOT.key, one.digests) for n, one in enumerate((first, second))
+    ]
+    others = Others(View(b"o" * 16))
+    early, later = others.look(), others.look(frozenset({slow}))
+    further = Piece([*rows[:2], GoneRow([first.key])], Position(7, 300), True, False, 300, 0)
+    others.take(Ended(later, pieces={member: further}, is_partial=True))
+    assert not others._view.index
+    stale = Piece(rows[:2], Position(7, 200), True, False, 200, 0)
+    late = Piece([rows[0], rows[2]], Position(8, 100), True, False, 100, 0)
+    others.take(Ended(early, pieces={member: stale, slow: late}))
+    assert list(others._view.index) == [second.key]
+    assert others.look().positions == {member: Position(7, 300), slow: Position(8, 100)}

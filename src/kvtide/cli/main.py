@@ -9,7 +9,7 @@ import importlib
 import click
 
 import kvtide
-from kvtide.errors import KVTideError
+from kvtide.errors import KVTideError, reason_of
 
 COMMANDS = {
     "serve": ("kvtide.cli.serve", "Run a node here, until Ctrl-C or SIGTERM."),
@@ -55,7 +55,7 @@ class Commands(click.Group):
             raise  # of our own output: click ends quietly
         except OSError as error:
             place = f" ({error.filename})" if error.filename else ""
-            raise click.ClickException(f"{error.strerror or error}{place}") from error
+            raise click.ClickException(f"{reason_of(error)}{place}") from error
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

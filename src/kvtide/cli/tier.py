@@ -49,7 +49,10 @@ def test(place: str) -> None:
         shown = _shown(asked, opening.entry)
         if tier is None:
             opening.take_back()
-            raise ConfigError(f"{shown} has not answered for {OPEN_S_MAX:g} s")
+            raise ConfigError(
+                f"{shown} has not answered for {OPEN_S_MAX:g} s; see that it is mounted, or that"
+                " its server runs"
+            )
         stack.callback(tier.close, CLOSE_S_MAX)
         click.echo(f"opened {printable(shown)}")
         for step in Trial(tier, woken).steps():

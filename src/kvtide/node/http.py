@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from kvtide.errors import reason_of
 from kvtide.metrics import render
 from kvtide.node.runtime import Runtime
 from kvtide.settings import NodeConfig
@@ -183,7 +184,7 @@ class HTTPPages(ThreadingHTTPServer):
             logger.warning(
                 "no HTTP at %s (%s); the node serves engines all the same",
                 config.http_address,
-                error.strerror or error,
+                reason_of(error),
             )
             yield
             return

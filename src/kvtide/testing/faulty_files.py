@@ -38,6 +38,7 @@ class Call(enum.StrEnum):
     SIZE_AT = "size_at"
     NAMES = "names"
     MAKE_DIRECTORY = "make_directory"
+    REMOVE_DIRECTORY = "remove_directory"
     SYNC_DIRECTORY = "sync_directory"
     UNLINK = "unlink"
     RENAME = "rename"
@@ -51,6 +52,7 @@ BY_PATH = frozenset(
         Call.SIZE_AT,
         Call.NAMES,
         Call.MAKE_DIRECTORY,
+        Call.REMOVE_DIRECTORY,
         Call.SYNC_DIRECTORY,
         Call.UNLINK,
         Call.RENAME,
@@ -64,6 +66,7 @@ CHANGING = frozenset(
         Call.TRUNCATE,
         Call.PUNCH,
         Call.MAKE_DIRECTORY,
+        Call.REMOVE_DIRECTORY,
         Call.UNLINK,
         Call.RENAME,
     }
@@ -99,6 +102,7 @@ class FaultyFiles:
         self._change = threading.Condition()
         self._faults: list[_Fault] = []
         self._stalled: frozenset[Call] = frozenset()
+        self._stalled_path_part = ""
         self._waiting = 0
         self._bytes_max: dict[Call, int] = {}
         self._room_bytes: int | None = None
@@ -164,11 +168,11 @@ class FaultyFiles:
         with self._change:
             self._bytes_max[call] = bytes_max
 
-    def stall(self, *calls: Call) -> None:
-        """Calls of these kinds (of all, if none is named) do not return until `release`; those of
-        others that stood still go on."""
+    def stall(self, *calls: Call, path_part: str = "") -> None:
+        """Calls of these kinds (of all, if none is named), whose path has this in it, do not
+        return until `release`; those of others that stood still go on."""
         with self._change:
-            self._stalled = frozenset(calls or Call)
+            self._stalled, self._stalled_path_part = frozenset(calls or Call), path_part
             self._change.notify_all()
 
     def release(self, *calls: Call) -> None:
@@ -234,7 +238,7 @@ class FaultyFiles:
         """Count a call; stall it; raise what it fails with."""
         with self._change:
             self.calls[call] += 1
-            if call in self._stalled:
+            if call in self._stalled and self._stalled_path_part in path:
                 self.injected[f"{call} stalled"] += 1
                 self._waiting += 1
                 self._change.notify_all()
@@ -362,6 +366,10 @@ class FaultyFiles:
     def make_directory(self, directory: str) -> None:
         self._enter(Call.MAKE_DIRECTORY, directory)
         self._files.make_directory(directory)
+
+    def remove_directory(self, directory: str) -> None:
+        self._enter(Call.REMOVE_DIRECTORY, directory)
+        self._files.remove_directory(directory)
 
     def sync_directory(self, directory: str) -> None:
         self._enter(Call.SYNC_DIRECTORY, directory)

@@ -1,5 +1,6 @@
 """Stops asking a place that fails, and tries again by itself."""
 
+import enum
 import logging
 
 FAILURES_MAX = 5
@@ -9,22 +10,35 @@ SHARED_RETRY_MS_MAX = 4_000
 """The longest pause where others mend the place: with a call of it, hits resume within T_heal."""
 
 
+class State(enum.Enum):
+    """Of a breaker; open in the second and the third.
+
+    CLOSED ─ failures ─► OPEN ─ time ─► PROBING ─ well ─► ON_PROBATION ─ work is done ─► CLOSED
+                          ▲◄── it fails ──┘                    │
+                          └───────── one failure ──────────────┘
+    """
+
+    CLOSED = enum.auto()
+    OPEN = enum.auto()
+    PROBING = enum.auto()
+    ON_PROBATION = enum.auto()
+
+
 class Breaker:
     """Of one kind of work: "reads" or "writes". Ownership: the node's owner thread.
 
     It is closed while the place works; open, it lets nothing through but a probe, after a second,
     then after two, and so on up to `retry_ms_max`. A probe that goes well lets work through again,
-    on trial: what a probe does may work where the work itself does not. The first that fails opens
-    it again, with the next longer pause; only what works says so, and ends the pauses.
+    on probation: what a probe does may work where the work itself does not. The first that fails
+    opens it again, with the next longer pause; only what works says so, and ends the pauses.
     """
 
     def __init__(
         self, work: str, place: str, logger: logging.Logger, retry_ms_max: int = RETRY_MS_MAX
     ) -> None:
-        self.is_open = False
-        self.is_probing = False
         self.reason = ""
-        self._is_on_trial = False
+        """Why it is open; empty where it is not."""
+        self._state = State.CLOSED
         self._work = work
         self._place = place
         self._logger = logger
@@ -33,11 +47,22 @@ class Breaker:
         self._retry_ms = RETRY_MS_MIN
         self._retry_at_ms = 0
 
+    @property
+    def is_open(self) -> bool:
+        """Whether no work goes through."""
+        return self._state in (State.OPEN, State.PROBING)
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether the end of a probe is to come."""
+        return self._state is State.PROBING
+
     def failed(self, error: Exception, now_ms: int) -> bool:
         """The place failed; whether the breaker opens by it. Says so in one line, if it was not
-        on trial."""
+        on probation."""
         self._failures += 1
-        if self.is_open or (self._failures < FAILURES_MAX and not self._is_on_trial):
+        is_enough = self._failures >= FAILURES_MAX or self._state is State.ON_PROBATION
+        if self.is_open or not is_enough:
             return False
         reason = _said(error)
         self._open(
@@ -54,13 +79,10 @@ class Breaker:
         return True
 
     def _open(self, reason: str, story: str, now_ms: int) -> None:
-        self.is_open = True
-        self.reason = reason
-        if self._is_on_trial:
-            self._pause_longer(now_ms)
+        if self._state is State.ON_PROBATION:
+            self._pause_longer(reason, now_ms)
             return
-        self._retry_ms = RETRY_MS_MIN
-        self._retry_at_ms = now_ms + self._retry_ms
+        self._pause(reason, RETRY_MS_MIN, now_ms)
         self._logger.error(
             "%s: %s stop %s; engines go on without, and it is tried again by itself",
             self._place,
@@ -68,52 +90,49 @@ class Breaker:
             story,
         )
 
-    def _pause_longer(self, now_ms: int) -> None:
-        self._is_on_trial = False
-        self._retry_ms = min(2 * self._retry_ms, self._retry_ms_max)
-        self._retry_at_ms = now_ms + self._retry_ms
+    def _pause_longer(self, reason: str, now_ms: int) -> None:
+        self._pause(reason, min(2 * self._retry_ms, self._retry_ms_max), now_ms)
+
+    def _pause(self, reason: str, retry_ms: int, now_ms: int) -> None:
+        self._state, self.reason = State.OPEN, reason
+        self._retry_ms, self._retry_at_ms = retry_ms, now_ms + retry_ms
 
     def succeeded(self) -> None:
         """The place did what was asked. While it is open that is no more than a straggler."""
-        if self._is_on_trial:
+        if not self.is_open:
             self.worked()
-        elif not self.is_open:
-            self._failures = 0
 
     def worked(self) -> None:
         """The place did again what it did not: the breaker closes."""
         self._failures = 0
-        if self.is_open or self._is_on_trial:
-            self.is_open = self._is_on_trial = False
-            self.reason = ""
+        if self._state is not State.CLOSED:
+            self._state, self.reason = State.CLOSED, ""
             self._logger.warning("%s: %s work again", self._place, self._work)
 
     def stops(self, now_ms: int) -> bool:
         """Whether nothing goes through now, not even a probe."""
-        return self.is_open and (self.is_probing or now_ms < self._retry_at_ms)
+        return self.is_probing or (self.is_open and now_ms < self._retry_at_ms)
 
     def wants_probe(self, now_ms: int) -> bool:
         """Whether it is time to try; then `is_probing` until `probed`, or `unproven`."""
         if not self.is_open or self.stops(now_ms):
             return False
-        self.is_probing = True
+        self._state = State.PROBING
         return True
 
     def unproven(self) -> None:
         """The probe does not tell anything: another one may."""
-        self.is_probing = False
+        if self.is_probing:
+            self._state = State.OPEN
 
     def probed(self, error: Exception | None, now_ms: int) -> None:
-        """How the probe went: well, and work is let through on trial."""
-        self.is_probing = False
+        """How the probe went: well, and work is let through on probation."""
         if not self.is_open:
             return
         if error is None:
-            self.is_open, self._is_on_trial = False, True
-            self.reason = ""
-            return
-        self.reason = _said(error)
-        self._pause_longer(now_ms)
+            self._state, self.reason = State.ON_PROBATION, ""
+        else:
+            self._pause_longer(_said(error), now_ms)
 
 
 def _said(error: Exception) -> str:

@@ -116,6 +116,9 @@ class Files(Protocol):
     def make_directory(self, directory: str) -> None:
         """Make it and those above it where they are not there; ours has mode 0700."""
 
+    def remove_directory(self, directory: str) -> None:
+        """Remove one that is empty."""
+
     def sync_directory(self, directory: str) -> None:
         """What was made, renamed or unlinked in it outlives a loss of power."""
 
@@ -189,6 +192,9 @@ class SystemFiles:
             except FileExistsError:
                 if not os.path.isdir(directory):  # else somebody else has made it meanwhile
                     raise
+
+    def remove_directory(self, directory: str) -> None:
+        os.rmdir(directory)
 
     def sync_directory(self, directory: str) -> None:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

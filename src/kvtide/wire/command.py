@@ -4,7 +4,7 @@ import socket
 from typing import Any
 
 from kvtide.core.messages import Command, CommandAnswer
-from kvtide.errors import NodeError, NodeUnreachable
+from kvtide.errors import NodeError, NodeUnreachable, reason_of
 from kvtide.wire.frames import FrameReader, encode, receive
 from kvtide.wire.peer import check_own
 from kvtide.wire.places import Places, check_socket_path, no_node
@@ -39,7 +39,7 @@ def ask(places: Places, name: str, arguments: dict[str, str] | None = None) -> d
             raise NodeUnreachable(no_node(places)) from None
         except OSError as error:
             raise NodeUnreachable(
-                f"the node at {places.socket} cannot be reached: {error.strerror or error}"
+                f"the node at {places.socket} cannot be reached: {reason_of(error)}"
             ) from None
     if answer.error:
         raise NodeError(f"{answer.error}; `kvtide logs` says more")

@@ -75,7 +75,11 @@ def tls_context(
             context.load_cert_chain(cert_file, key_file)
     except (OSError, ValueError) as error:  # ssl.SSLError is both
         reason = reason_of(error) if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"a file for TLS cannot be used: {reason}") from error
+        given = ", ".join(str(one) for one in (ca_file, cert_file, key_file) if one is not None)
+        raise ConfigError(
+            f"a file for TLS cannot be used ({given}): {reason}; give certificates and keys in"
+            " PEM that this user may read"
+        ) from error
     return context
 
 

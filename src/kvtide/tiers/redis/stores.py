@@ -23,6 +23,7 @@ from kvtide.codec.passing import HeaderWriter
 from kvtide.codec.record import WRITE_ID_BYTES
 from kvtide.errors import PlaceFailed
 from kvtide.tiers.base import StoreOutcome
+from kvtide.tiers.breaker import FAILURES_MAX
 from kvtide.tiers.redis.index import Begun, GivenUp, Index, IndexAnswer, Sent
 from kvtide.tiers.redis.resp import Connection, ServerError
 from kvtide.tiers.redis.routes import Redirected, Routes
@@ -33,6 +34,9 @@ _Asked: TypeAlias = tuple[bytes, Connection]
 
 UNDER_WAY_MAX = 3
 """One whose answers are to come, one that is sent, one for which room is set aside."""
+FULL_S = 4.0
+"""So long nothing is sent to a server that had no memory for FAILURES_MAX records in a row, not in
+place of what it had either: a value that it refuses costs as much as one that it takes."""
 _OUTCOMES = {
     IndexAnswer.STORED: StoreOutcome.STORED,
     IndexAnswer.HELD: StoreOutcome.HELD,
@@ -93,6 +97,8 @@ class Stores:
         self._put_s = put_s
         self._under_way: deque[_UnderWay] = deque()
         self._due: deque[Callable[[], None]] = deque()
+        self._refused_count = 0  # in a row, for want of memory
+        self._refused_s = 0.0
 
     def run(
         self, next_put: Callable[[], Put | None], ended: Callable[[Put, StoreOutcome], None]
@@ -111,8 +117,9 @@ class Stores:
                 self._send(unsent, unsent.begun)
             elif self._due:
                 self._read_next()
+            elif self._under_way:  # none of them had anything to be sent
+                assert all(one.answer is not None for one in self._under_way), self._under_way
             else:
-                assert not self._under_way, self._under_way
                 return
 
     def give_up(self) -> None:
@@ -138,9 +145,13 @@ class Stores:
             if put is None:
                 return
             above = (one for one in self._under_way if one.put.record.key == put.record.parent)
-            until_s = time.monotonic() + self._put_s
-            self._under_way.append(_UnderWay(put, put, next(above, None), until_s))
-            self._begin(self._under_way[-1])
+            now_s = time.monotonic()
+            one = _UnderWay(put, put, next(above, None), now_s + self._put_s)
+            self._under_way.append(one)
+            if self._refused_count >= FAILURES_MAX and now_s - self._refused_s < FULL_S:
+                one.answer = IndexAnswer.NO_ROOM
+            else:
+                self._begin(one)
 
     def _begin_again(self, one: _UnderWay) -> None:
         """By another write id: parts of the one before may be loose, and are removed in time."""
@@ -193,17 +204,15 @@ class Stores:
                 last.append((name, pieces))
             else:
                 asked.append(self._set(name, pieces))
-        final = last[-1][0] if self._routes.are_one else None  # `complete` follows it at once
-        asked += [self._set(name, pieces, goes_on=name is final) for name, pieces in last]
-        return names, asked
+        return names, asked + [self._set(name, pieces) for name, pieces in last]
 
     def _abandon(self, one: _UnderWay, begun: Begun, answer: IndexAnswer) -> None:
         sent = self._index.abandon(one.put.record, one.put.write_id, begun.life)
         self._due.append(partial(self._read_abandoned, one, sent, answer))
 
-    def _set(self, name: bytes, pieces: Sequence[memoryview], *, goes_on: bool = False) -> _Asked:
+    def _set(self, name: bytes, pieces: Sequence[memoryview]) -> _Asked:
         connection = self._routes.of(name)
-        connection.send(b"SET", name, pieces, goes_on=goes_on)
+        connection.send(b"SET", name, pieces)
         return name, connection
 
     def _read_parts(self, one: _UnderWay, asked: list[_Asked]) -> None:
@@ -243,6 +252,11 @@ class Stores:
                         each.is_full = True
                         self._begin_again(each)
                 return
+            if one.refusal is not None:
+                self._refused_count += 1
+                self._refused_s = time.monotonic()
+            elif answer is IndexAnswer.STORED:
+                self._refused_count = 0
             self._under_way.popleft()
             for each in self._under_way:
                 if each.parent is one:  # nothing of what has ended, and no cell, stays known

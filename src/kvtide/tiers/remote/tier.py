@@ -33,6 +33,7 @@ from kvtide.tiers.breaker import RETRY_MS_MIN, SHARED_RETRY_MS_MAX, Breaker
 from kvtide.tiers.hung import Hung
 from kvtide.tiers.pending import Pending, PendingStores
 from kvtide.tiers.remote.census import Census
+from kvtide.tiers.remote.health import Health
 from kvtide.tiers.remote.session import Session
 from kvtide.tiers.remote.workers import (
     LOAD_THREADS,
@@ -52,7 +53,8 @@ logger = logging.getLogger("kvtide.tiers")
 PUT_MS_MAX = T_PUT_MS
 """A store that has waited for so long is dropped."""
 SURVEY_MS = 10_000
-"""So often the place is asked for its numbers: an idle tier knows whether it works, too."""
+"""So often the place is asked for its numbers: an idle tier knows whether it works, too. Where
+nothing works that is seen soon, by RETRY_MS_MIN."""
 HANDED_MAX = 16
 """Stores that the threads are given ahead: as many small ones as are sent until the owner looks
 again. Those that were not begun are taken back where the place fails."""
@@ -64,8 +66,6 @@ ASKED_MAX = 256
 """Lookups that may wait: what is above finds nothing."""
 LATE_MS = 1_000
 """A call bounds itself; one that runs for so much longer than it may does not come back."""
-SILENT_MS = 120_000
-"""Failures for so long without a success between them are said, whatever the breaker does."""
 
 
 class RemoteTier:
@@ -99,10 +99,12 @@ class RemoteTier:
         self._queue_bytes_max = queue_bytes_max
         self._census = Census()
         self._breaker = Breaker("loads and stores", place, logger, SHARED_RETRY_MS_MAX)
-        # Lookups may work where values do not come: only a load tells that loads do.
+        # Lookups may work where values do not come, or are not taken: only a load tells that loads
+        # work, and only a store that stores do.
         self._load_breaker = Breaker("loads", place, logger, SHARED_RETRY_MS_MAX)
+        self._store_breaker = Breaker("stores", place, logger, SHARED_RETRY_MS_MAX)
         self._hung: Hung[Op] = Hung(_run_ms_max)
-        self._health = _Health()
+        self._health = Health()
         self._workers = Workers(name, lambda: open_session(self._census), wake)
         self._pending = PendingStores()
         self._clears: list[ClearOp] = []
@@ -149,10 +151,13 @@ class RemoteTier:
 
     def store(self, job: StoreJob) -> None:
         record = job.record
-        if self._is_closed or self._breaker.is_open:
+        is_stopped = self._breaker.is_open or self._store_breaker.stops(self._now_ms)
+        if self._is_closed or is_stopped:
             outcome = StoreOutcome.CLOSED if self._is_closed else StoreOutcome.BROKEN
             self._end_store(job.number, outcome)
             return
+        if self._store_breaker.wants_probe(self._now_ms):
+            self._store_breaker.probed(None, self._now_ms)  # the first that fails stops them again
         twin = self._pending.by_key.get(record.key)
         if twin is not None and twin.job.record == record:
             twin.twins.append(job.number)
@@ -287,9 +292,14 @@ class RemoteTier:
             return
         if self._breaker.wants_probe(self._now_ms):
             self._workers.probe()
-        elif not (self._breaker.is_open or self._is_surveying) and (
-            self._now_ms - self._surveyed_ms >= self._health.survey_ms
-        ):
+        else:
+            survey_ms = RETRY_MS_MIN if self._health.is_failing else SURVEY_MS
+            if self._now_ms - self._surveyed_ms >= survey_ms:
+                self._survey()
+
+    def _survey(self) -> None:
+        """Ask for the numbers, which shows whether the place works; once at a time."""
+        if not (self._breaker.is_open or self._is_surveying):
             self._is_surveying = True
             self._workers.probe()
 
@@ -318,12 +328,16 @@ class RemoteTier:
                 self._surveyed_ms = self._now_ms
                 if self._breaker.is_probing:
                     self._breaker.probed(ended.error, self._now_ms)
-        if ended.tells_of_place:
+                    if ended.error is None:  # what stopped stores may have been that
+                        self._store_breaker.probed(None, self._now_ms)
+        if not ended.tells_of_place:
+            self._let_probe_again(ended.op)
+        elif isinstance(ended.op, StoreOp):
+            self._judge_store(ended)
+        else:
             self._judge(ended.error)
             if isinstance(ended.op, LoadOp):
-                self._judge_load(ended.op, ended.error)
-        else:
-            self._let_probe_again(ended.op)
+                self._judge_load(ended.op, ended)
 
     def _take_load(self, op: LoadOp, ended: Ended) -> None:
         self._loading.discard(op)
@@ -347,16 +361,35 @@ class RemoteTier:
         if self._breaker.failed(error, self._now_ms):
             self._end_what_waits(LoadOutcome.BROKEN, StoreOutcome.BROKEN)
 
-    def _judge_load(self, op: LoadOp, error: PlaceFailed | None) -> None:
-        """What a load tells of loads; where all has stopped, nothing more is to be said."""
+    def _judge_load(self, op: LoadOp, ended: Ended) -> None:
+        """What a load tells of loads: where it is absent, nothing. Where all has stopped, nothing
+        more is to be said."""
         if self._is_closed:
             return
         if op.is_probe:
-            self._load_breaker.probed(error, self._now_ms)
-        elif error is None:
+            self._load_breaker.probed(ended.error, self._now_ms)
+        elif ended.outcome is LoadOutcome.LOADED:
             self._load_breaker.worked()
-        elif not self._breaker.is_open and self._load_breaker.failed(error, self._now_ms):
+        elif (
+            ended.error is not None
+            and not self._breaker.is_open
+            and self._load_breaker.failed(ended.error, self._now_ms)
+        ):
             self._end_waiting_loads(LoadOutcome.BROKEN)
+
+    def _judge_store(self, ended: Ended) -> None:
+        """What a store tells of stores: where nothing was to be sent, nothing. Of all else it
+        tells only where it went well, since what a place does not take it may still give; so a
+        failure asks whether the place works."""
+        if ended.error is None:
+            if ended.outcome is StoreOutcome.STORED:
+                self._store_breaker.succeeded()
+            self._judge(None)
+        elif not (self._is_closed or self._breaker.is_open):
+            self._health.failed(str(ended.error))
+            if self._store_breaker.failed(ended.error, self._now_ms):
+                self._end_waiting_stores(StoreOutcome.BROKEN)
+            self._survey()
 
     def _look_for_hung(self) -> None:
         """A call that does not come back, as that of a name's resolver: what waits behind it ends.
@@ -382,8 +415,11 @@ class RemoteTier:
             self._asking.discard(ask)
             self._end(Found(ask.job.number, [], may_go_on=False))
         self._end_waiting_loads(loads)
+        self._end_waiting_stores(stores)
+
+    def _end_waiting_stores(self, outcome: StoreOutcome) -> None:
         self._take_back_handed()
-        self._drop(self._pending.unwritten(), stores, stores)
+        self._drop(self._pending.unwritten(), outcome, outcome)
 
     def _end_waiting_loads(self, outcome: LoadOutcome) -> None:
         for load in self._workers.take_back_loads():
@@ -399,8 +435,10 @@ class RemoteTier:
     # ---- numbers and the end
 
     def statistics(self) -> TierStatistics:
+        parts = (("loads", self._load_breaker.reason), ("stores", self._store_breaker.reason))
+        stopped = "; ".join(f"{work} stop: {reason}" for work, reason in parts if reason)
         return TierStatistics(
-            state=self._breaker.reason or self._load_breaker.reason or self._health.state,
+            state=self._breaker.reason or stopped or self._health.state,
             bytes_used=min(self._census.bytes_used, self.bytes_max),
             bytes_max=self.bytes_max,
             records=self._census.records,
@@ -424,40 +462,3 @@ def _run_ms_max(op: Op) -> int:
     """What one is carried out in: the writing thread may clear and sweep ahead of a store."""
     limit_ms = T_LOAD_MS if isinstance(op, AskOp | LoadOp) else PUT_MS_MAX + 2 * T_LOAD_MS
     return limit_ms + LATE_MS
-
-
-class _Health:
-    """Whether anything has worked lately: what fails now and then never opens a breaker, and what
-    fails before the first success is told apart from what has not been tried."""
-
-    def __init__(self) -> None:
-        self.now_ms = 0
-        self._has_worked = False
-        self._failing_since_ms: int | None = None
-        self._error = ""
-
-    def succeeded(self) -> None:
-        self._has_worked = True
-        self._failing_since_ms = None
-
-    def failed(self, error: str) -> None:
-        self._error = error
-        if self._failing_since_ms is None:
-            self._failing_since_ms = self.now_ms
-
-    @property
-    def survey_ms(self) -> int:
-        """So long until the next survey: soon, where nothing works."""
-        return SURVEY_MS if self._failing_since_ms is None else RETRY_MS_MIN
-
-    @property
-    def state(self) -> str:
-        """ "on", or what is wrong."""
-        if self._failing_since_ms is None:
-            return "on" if self._has_worked else "connecting"
-        if not self._has_worked:
-            return f"it has not worked yet: {self._error}"
-        for_ms = self.now_ms - self._failing_since_ms
-        if for_ms < SILENT_MS:
-            return "on"
-        return f"nothing has worked for {for_ms // 1000} s: {self._error}"

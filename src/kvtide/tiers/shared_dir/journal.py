@@ -106,6 +106,14 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
+class Opening:
+    """How a journal begins: its number, and the last sequence number given before it."""
+
+    number: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What was read of a journal.
 
@@ -139,21 +147,22 @@ def read_on(files: Files, path: str, position: Position) -> Piece:
     """
     descriptor = files.open(path, os.O_RDONLY)
     try:
-        number, sequence = read_opening(files, descriptor, path)
+        opening = read_opening(files, descriptor, path)
         length_bytes = files.size(descriptor).length_bytes
-        is_anew = number != position.number or length_bytes < position.at_bytes
+        is_anew = opening.number != position.number or length_bytes < position.at_bytes
         at = OPENING_BYTES if is_anew else position.at_bytes
         content = bytearray(PIECE_BYTES)
         count = read_fully(files, descriptor, [memoryview(content)], at)
     finally:
         files.close(descriptor)
-    rows, end = _rows(memoryview(content)[:count], number, at)
+    rows, end = _rows(memoryview(content)[:count], opening.number, at)
     has_more = bool(rows) and count == PIECE_BYTES
-    return Piece(rows, Position(number, end), is_anew, has_more, length_bytes, sequence)
+    position = Position(opening.number, end)
+    return Piece(rows, position, is_anew, has_more, length_bytes, opening.sequence)
 
 
-def read_opening(files: Files, descriptor: int, path: str) -> tuple[int, int]:
-    """What `opening_of` was given.
+def read_opening(files: Files, descriptor: int, path: str) -> Opening:
+    """What it begins with.
 
     Raises:
         OSError: it cannot be read.
@@ -167,7 +176,7 @@ def read_opening(files: Files, descriptor: int, path: str) -> tuple[int, int]:
         raise CorruptRecord(f"{path} begins with {magic.hex()}, not as a journal")
     if version != VERSION:
         raise UnknownFormat(f"{path} has format version {version}; this kvtide knows {VERSION}")
-    return number, sequence
+    return Opening(number, sequence)
 
 
 def _rows(content: memoryview, number: int, at: int) -> tuple[list[Row], int]:
@@ -224,7 +233,7 @@ def _cleared(body: memoryview) -> tuple[Scope, dict[bytes, int]]:
 
 
 def opening_of(number: int, sequence: int) -> bytes:
-    """How a journal begins: its number, and the last one given before it."""
+    """See `Opening`."""
     return _OPENING.pack(MAGIC, VERSION, 0, number, sequence)
 
 

@@ -137,6 +137,17 @@ class Place:
         names = sorted(filter(_NAME.fullmatch, self.files.names(self.path)))
         return [bytes.fromhex(name) for name in names[:MEMBERS_MAX]]
 
+    def folders(self) -> set[bytes]:
+        """Members whose folders have ever been somebody's. Raises OSError."""
+        return {member for member in self.members() if self._is_folder(member)}
+
+    def _is_folder(self, member: bytes) -> bool:
+        for name in (OWNER, JOURNAL):
+            with suppress(OSError):
+                self.files.link_at(self.at(member, name))
+                return True
+        return False
+
     # ---- becoming one
 
     def claim(self, but: Collection[bytes] = ()) -> None:
@@ -226,12 +237,16 @@ class Place:
                 self.files.unlink(path)
 
     def _has_freed(self, member: bytes, now_s: float) -> bool:
-        """Whether nobody owns it; who is dead does not from now on."""
+        """Whether nobody owns it; who is dead or silent does not from now on. What a silent one
+        wrote stays beside it until the next owner sweeps: nobody takes the folder for a free one
+        whose taker is not there yet, or was killed."""
         path = self.at(member, OWNER)
         try:
             text = self._read(path)
             age_s = now_s - self.files.size_at(path).modified_s
         except FileNotFoundError:
+            names = self.files.names(self.at(member))
+            self.is_contested = any(name.startswith(f"{OWNER}.") for name in names)
             return True
         process = _parsed(text)
         is_dead = process is not None and process.is_seen_dead(self._process)
@@ -242,7 +257,8 @@ class Place:
         if self._read(taken) != text:  # somebody else has been quicker, and owns it
             self.files.rename(taken, path)
             return False
-        self.files.unlink(taken)
+        if is_dead:
+            self.files.unlink(taken)
         self.is_contested = not is_dead
         logger.info(
             "shared_dir %s: the owner of %s is %s; it is taken over",
@@ -292,6 +308,34 @@ class Place:
         finally:
             self.files.close(descriptor)
         return content[:count].decode("ascii", "replace")
+
+    # ---- tidying
+
+    def remove_empty(self, but: Collection[bytes]) -> None:
+        """Take away folders that nobody owns and that hold no record, but those of these members;
+        for who is none.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        for member in self.folders().difference(but):
+            with suppress(OSError):
+                if self._make_owner(member):  # nobody else takes it from here on
+                    self._remove_if_empty(member)
+
+    def _remove_if_empty(self, member: bytes) -> None:
+        files = self.files
+        try:
+            names = set(files.names(self.at(member))) - {OWNER, JOURNAL}
+            below = [self.at(member, name) for name in names]
+            if any(map(files.names, below)):
+                return
+            for directory in below:
+                files.remove_directory(directory)
+            files.unlink(self.at(member, JOURNAL))
+        finally:
+            files.unlink(self.at(member, OWNER))
+        files.remove_directory(self.at(member))
 
     # ---- being one
 

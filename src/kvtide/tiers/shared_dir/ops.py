@@ -59,7 +59,7 @@ LOOK_RECORDS = 4096
 The owner takes so many in within some ten milliseconds."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LookOp:
     """Read on in all journals but the own one.
 
@@ -67,21 +67,30 @@ class LookOp:
         own: whose that is.
         positions: where to read on, by member.
         unread: clears that mean all of a member when the look began: see `Others`.
+        but: members that are left out.
+        at: in whose folder it is: its thread sets it; empty elsewhere.
     """
 
     own: bytes
     positions: dict[bytes, Position]
     unread: frozenset[tuple[Scope, bytes]] = frozenset()
+    but: frozenset[bytes] = frozenset()
+    at: bytes = b""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LoadOp:
-    """Fill a job's cells from the folder of one of these members, and verify them. `row` is the
-    owner's."""
+    """Fill a job's cells from the folder of one of these members, and verify them.
+
+    Attributes:
+        row: the owner's.
+        at: in whose folder it is: its thread sets it.
+    """
 
     job: LoadJob
     row: view.Row
     members: tuple[bytes, ...]
+    at: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,12 +112,18 @@ class FreeOp:
 class ClearOp:
     """Note that nothing of this scope is found which was stored before: up to the numbers that
     are known of each member, or that its journal says by now; all of one whose journal cannot be
-    read. `is_done` is set when it has ended,
-    well or not; `up_to` says what was noted."""
+    read.
+
+    Attributes:
+        stuck: members whose journals are not even tried.
+        up_to: what was noted.
+        is_done: is set when it has ended, well or not.
+    """
 
     scope: Scope
     known: dict[bytes, tuple[Position, int]]
     own_sequence: int
+    stuck: frozenset[bytes]
     up_to: dict[bytes, int] = field(default_factory=dict)
     is_done: threading.Event = field(default_factory=threading.Event)
 
@@ -194,6 +209,7 @@ class Hands:
         self._place = place
         self._files = place.files
         self._journal = journal
+        self._told: set[bytes] = set()  # members of which nothing can be known, as far as was said
 
     @property
     def journal_bytes(self) -> int:
@@ -248,9 +264,13 @@ class Hands:
         for member in random.sample(members, len(members)):
             if member == op.own:
                 continue
+            if member in op.but:
+                ended.is_partial = True
+                continue
             if record_count >= LOOK_RECORDS:
                 ended.has_more = True
                 break
+            op.at = member
             path = self._place.at(member, JOURNAL)
             try:
                 piece = read_on(self._files, path, op.positions.get(member, Position()))
@@ -263,11 +283,19 @@ class Hands:
                 ended.is_partial = True
                 if error.errno != errno.ESTALE:  # replaced while it was read: the next look
                     failed = bare(error)
-            except KVTideError:
-                ended.missing.append(member)  # of another version, or damaged: nothing is known
+            except KVTideError as error:  # of another version, or damaged: nothing is known
+                ended.missing.append(member)
+                self._tell(member, error)
+        op.at = b""
         if failed is not None and not ended.pieces:
             self._require_own(op.own)  # where that fails too it is not one file, it is the place
         ended.missing += op.positions.keys() - set(members)
+
+    def _tell(self, member: bytes, error: KVTideError) -> None:
+        """Once, that nothing of a member is found."""
+        if member not in self._told:
+            self._told.add(member)
+            logger.warning("shared_dir: %s; nothing of that folder is found here", error)
 
     def _require_place(self) -> None:
         """Raises OSError: the directory is not there."""
@@ -283,6 +311,7 @@ class Hands:
         """From the first of the members whose copy is good."""
         failed = corrupt = None
         for member in op.members:
+            op.at = member
             try:
                 self._load_from(self._path(member, op.job.record.key), op.job)
             except CorruptRecord as error:
@@ -295,6 +324,7 @@ class Hands:
             else:
                 return
             ended.bad.append(member)
+        op.at = b""
         if failed is not None:
             raise failed
         if corrupt is not None:
@@ -369,7 +399,11 @@ class Hands:
     def _clear(self, op: ClearOp) -> None:
         op.up_to[self._place.own] = op.own_sequence
         for member in self._place.members():
-            if member != self._place.own:
+            if member == self._place.own:
+                continue
+            if member in op.stuck:
+                op.up_to[member] = EVERY_NUMBER
+            else:
                 position, known = op.known.get(member, (Position(), 0))
                 op.up_to[member] = self._last_sequence(member, position, known)
         self._place.require()

@@ -71,10 +71,10 @@ class Others:
     def __len__(self) -> int:
         return len(self._members)
 
-    def look(self) -> LookOp:
-        """What reads on."""
+    def look(self, but: frozenset[bytes] = frozenset()) -> LookOp:
+        """What reads on, but for these members."""
         positions = {member: one.position for member, one in self._members.items()}
-        return LookOp(self._view.own, positions, frozenset(self._unread))
+        return LookOp(self._view.own, positions, frozenset(self._unread), but)
 
     def known(self) -> dict[bytes, tuple[Position, int]]:
         """How far each member's journal was read, and the last number of each."""
@@ -111,27 +111,38 @@ class Others:
         self._is_settled = False
 
     def take(self, ended: Ended) -> list[Gone]:
-        """What a look has brought; own records that nobody can reach any more by that."""
+        """What a look has brought; own records that nobody can reach any more by that. One that
+        hung for long may come after others that have read on."""
+        op = ended.op
+        assert isinstance(op, LookOp), op
         gone: list[Gone] = []
         for member in self._members.keys() & set(ended.missing):
             del self._members[member]
             for key in self._view.keys_of(member):
                 gone += self._view.forget(member, key)
-        for member, piece in ended.pieces.items():
-            if member != self._view.own:  # which it may have become meanwhile
-                gone += self._take_piece(member, piece)
-        assert isinstance(ended.op, LookOp), ended.op
-        for scope, member in ended.op.unread:
-            if member in ended.pieces and not ended.pieces[member].has_more:
+        pieces = {
+            member: piece
+            for member, piece in ended.pieces.items()
+            if member != self._view.own  # which it may have become meanwhile
+            and op.positions.get(member, Position()) == self._position(member)
+        }
+        for member, piece in pieces.items():
+            gone += self._take_piece(member, piece)
+        for scope, member in op.unread:
+            if member in pieces and not pieces[member].has_more:
                 self._limit(scope, member)
-        is_other = ended.op.own != self._view.own  # what the folder that was lost has is not read
-        has_more = any(one.has_more for one in ended.pieces.values())
+        is_other = op.own != self._view.own  # what the folder that was lost has is not read
+        has_more = any(one.has_more for one in pieces.values())
         self.are_more = is_other or ended.has_more or has_more
         is_partial = self.are_more or ended.is_partial or self.is_taking
         if not (is_partial or self._is_settled):
             self._is_settled = True  # what hangs on nothing now hangs on what others evicted
             gone += self._view.take_own_aside()
         return gone
+
+    def _position(self, member: bytes) -> Position:
+        one = self._members.get(member)
+        return Position() if one is None else one.position
 
     def _take_piece(self, member: bytes, piece: Piece) -> list[Gone]:
         one = self._members.get(member)
@@ -201,8 +212,6 @@ class Others:
 
     def _limit(self, scope: Scope, member: bytes) -> None:
         """A clear that meant all of a member means what it has come to."""
-        if member == self._view.own:
-            return
         self._unread.discard((scope, member))
         up_to = self.cleared.get(scope, {})
         if up_to.get(member) == EVERY_NUMBER:

@@ -84,6 +84,15 @@ class LiveRows:
         return [*rows, *(ClearedRow(scope, up_to) for scope, up_to in self.cleared.items())]
 
 
+@dataclass(frozen=True, slots=True)
+class _ReadBack:
+    """What is there by the journal's name; how far it is good, and whether that is all."""
+
+    live: LiveRows
+    position: Position
+    is_whole: bool
+
+
 @dataclass(slots=True)
 class _Written:
     """The own journal as it stands.
@@ -134,18 +143,18 @@ class Journal:
         return self._written.position.at_bytes
 
     def _taken(self, *, is_contested: bool) -> LiveRows:
-        live, position, is_whole = self._read()
+        back = self._read()
+        live = back.live
         is_false = live.hide(self._member)  # its readers believe rows that no other takes back
         is_garbage = _is_mostly_garbage(live.row_count, len(live.kept))
-        if not is_whole or is_contested or is_false or is_garbage:
+        if not back.is_whole or is_contested or is_false or is_garbage:
             self._write_anew(live)
         else:
             kinds = {kind: number for number, kind in live.kinds.items()}
-            self._written = _Written(position, kinds, live.row_count, len(live.kept))
+            self._written = _Written(back.position, kinds, live.row_count, len(live.kept))
         return live
 
-    def _read(self) -> tuple[LiveRows, Position, bool]:
-        """What is there by the journal's name; how far it is good, and whether that is all."""
+    def _read(self) -> _ReadBack:
         live, piece = LiveRows(), None
         position = Position()
         while piece is None or piece.has_more:
@@ -157,7 +166,8 @@ class Journal:
             live.sequence = max(live.sequence, piece.sequence)
             for row in piece.rows:
                 live.take(row)
-        return live, position, piece is not None and piece.length_bytes == position.at_bytes
+        is_whole = piece is not None and piece.length_bytes == position.at_bytes
+        return _ReadBack(live, position, is_whole)
 
     def _begin(self, written: _Written) -> None:
         """Go on in a journal that was written anew."""
@@ -176,11 +186,11 @@ class Journal:
 
     def _rewrite(self) -> None:
         """Without the rows that say nothing any more. Raises OSError."""
-        live, position, _ = self._read()
-        if position != self._written.position:
+        back = self._read()
+        if back.position != self._written.position:
             raise FolderLost(f"{self._path} is not the one that was written last")
-        live.hide(self._member)
-        self._write_anew(live)
+        back.live.hide(self._member)
+        self._write_anew(back.live)
 
     def keep(self, record: Record, sequence: int) -> None:
         """A record is there. Raises OSError: nobody will find it."""
@@ -250,7 +260,7 @@ class Journal:
         files = self._files
         try:
             self._descriptor = files.open(self._path, os.O_RDWR)
-            number, _ = read_opening(files, self._descriptor, self._path)
+            number = read_opening(files, self._descriptor, self._path).number
         except FileNotFoundError:
             files.link_at(self._directory)  # raises where that is not there either
             raise FolderLost(f"{self._path} was removed") from None

@@ -21,6 +21,7 @@ from kvtide.core.records import Record
 from kvtide.tiers.base import Stored, StoreJob, StoreOutcome
 from kvtide.tiers.kinds import Kind
 from kvtide.tiers.scope import Scope
+from kvtide.tiers.shared_dir.cap import Cap
 from kvtide.tiers.shared_dir.journal import KeptRow
 from kvtide.tiers.shared_dir.ops import Ended, FreeOp, StoreOp
 from kvtide.tiers.shared_dir.own import Journal
@@ -76,7 +77,7 @@ class Stores:
         view: View,
         workers: Workers,
         end: Callable[[Stored], None],
-        bytes_max: int,
+        cap: Cap,
         queue_bytes_max: int,
     ) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -90,7 +91,7 @@ class Stores:
         self._view = view
         self._workers = workers
         self._end = end
-        self._bytes_max = bytes_max
+        self._cap = cap
         self._queue_bytes_max = queue_bytes_max
         self._records_bytes = 0
         self._left_bytes = 0  # at most, of stores that failed: until the next sweep
@@ -109,6 +110,7 @@ class Stores:
     def take_own(self, journal: Journal) -> None:
         """The folder as it is when it is taken; what was known of another is forgotten."""
         assert not self._running, len(self._running)
+        self._cap.begin_anew()
         self._freeing.clear()
         self._to_free.clear()
         self._not_freed.clear()
@@ -166,8 +168,9 @@ class Stores:
             self.stored_bytes += payload
         self.end(turn.job.number, outcome)
 
-    def drop_old(self, now_ms: int) -> None:
-        """Those that wait for too long end."""
+    def tick(self, now_ms: int) -> None:
+        """Time has passed: those that wait for too long end."""
+        self._cap.now_ms = now_ms
         for turn in [turn for turn in self._waiting if now_ms - turn.since_ms >= PUT_MS_MAX]:
             self._end_turn(turn, StoreOutcome.TOO_OLD)
 
@@ -248,8 +251,9 @@ class Stores:
         self._workers.write(op)
         return True
 
-    def take(self, op: StoreOp, ended: Ended) -> None:
-        """What a writing thread says of one."""
+    def take(self, op: StoreOp, ended: Ended) -> bool:
+        """What a writing thread says of one; whether it tells how well the place works: that it
+        has room for less than was known does not."""
         turn = self._running.pop(op)
         record = turn.job.record
         if ended.error is not None:
@@ -260,11 +264,14 @@ class Stores:
             is_full = isinstance(ended.error, OSError) and ended.error.errno in FULL
             outcome = StoreOutcome.NO_ROOM if is_full else StoreOutcome.FAILED
             self._end_turn(turn, StoreOutcome.NOT_ANCHORED if turn.is_cleared else outcome)
-            return
+            if is_full and self._cap.refused(self.used_bytes, op.sequence, self.sequence):
+                self._evict(turn.length_bytes)
+            return not is_full or self._cap.is_vain
+        self._cap.stored()
         if turn.is_cleared or self._view.above(record) is None:
             self.free([(record.key, turn.length_bytes)])
             self._end_turn(turn, StoreOutcome.NOT_ANCHORED)
-            return
+            return True
         kept = KeptRow(0, op.sequence, record.key, record.parent, record.digests)
         for row in self._view.add(self._view.own, Kind(record.root, record.layout), kept):
             if row.parent is None:
@@ -272,22 +279,30 @@ class Stores:
             for shorter in self._view.shorter(row):
                 self.let_go(shorter)
         self._end_turn(turn, StoreOutcome.STORED)
+        return True
 
     # ---- room
 
     def _made_room_for(self, length_bytes: int) -> bool:
         """Evict, where that helps, for so much to be written; whether it may be now."""
-        over = self.used_bytes + length_bytes - self._bytes_max
+        wanted_bytes, bytes_now = self.used_bytes + length_bytes, self._cap.bytes_now
+        over = wanted_bytes - bytes_now
         if over <= 0:
             return True
-        wanted = over + min(int(SLACK_RATIO * self._bytes_max), SLACK_BYTES_MAX)
-        if 2 * self.journal_bytes + OWNER_BYTES + length_bytes <= self._bytes_max:
-            freeing = sum(self._freeing.values())
-            while freeing < wanted and (row := self._view.evictable()) is not None:
-                freeing += row.length_bytes
-                self.evicted += 1
-                self.let_go(row)
+        if wanted_bytes <= self._cap.bytes_max and not self._cap.may_make_room:
+            return False
+        if 2 * self.journal_bytes + OWNER_BYTES + length_bytes <= bytes_now:
+            self._evict(over)
         return False
+
+    def _evict(self, over_bytes: int) -> None:
+        """So much is to go, and some more, beside what is on its way."""
+        wanted_bytes = over_bytes + min(int(SLACK_RATIO * self._cap.bytes_max), SLACK_BYTES_MAX)
+        freeing_bytes = sum(self._freeing.values())
+        while freeing_bytes < wanted_bytes and (row := self._view.evictable()) is not None:
+            freeing_bytes += row.length_bytes
+            self.evicted += 1
+            self.let_go(row)
 
     def shrink(self) -> None:
         """Evict down to the cap, all own records being taken in."""

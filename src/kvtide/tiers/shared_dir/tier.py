@@ -14,18 +14,13 @@ ended by a queue that `poll` empties.
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtide.bounds import T_LOAD_MS
-from kvtide.errors import ConfigError, CorruptRecord, KVTideError
+from kvtide.errors import ConfigError, KVTideError
 from kvtide.tiers.base import (
     Done,
-    Found,
-    Loaded,
     LoadJob,
-    LoadOutcome,
     LookupJob,
     StoreJob,
     StoreOutcome,
@@ -33,9 +28,8 @@ from kvtide.tiers.base import (
 )
 from kvtide.tiers.breaker import SHARED_RETRY_MS_MAX, Breaker
 from kvtide.tiers.files import Files, SystemFiles
-from kvtide.tiers.hung import Hung
-from kvtide.tiers.kinds import Kind
 from kvtide.tiers.scope import EVERYTHING, Scope
+from kvtide.tiers.shared_dir.cap import Cap
 from kvtide.tiers.shared_dir.members import ALIVE_MS, FolderLost, Place
 from kvtide.tiers.shared_dir.ops import (
     AliveOp,
@@ -53,25 +47,19 @@ from kvtide.tiers.shared_dir.ops import (
 )
 from kvtide.tiers.shared_dir.others import Others
 from kvtide.tiers.shared_dir.own import Journal, LiveRows
+from kvtide.tiers.shared_dir.reads import Reads
 from kvtide.tiers.shared_dir.stores import Stores
-from kvtide.tiers.shared_dir.view import Row, View
+from kvtide.tiers.shared_dir.view import View
 from kvtide.tiers.shared_dir.workers import Workers
 
 logger = logging.getLogger("kvtide.shared_dir")
 
-FRESH_MS = 100
-"""A lookup that finds less than it asks for makes a look, unless one began within this time: what
-others stored is found a tenth of a second later, and their server is asked ten times a second."""
-LOOK_MS = 1_000
-"""Without lookups too: what hangs on records that others evicted gives its room back."""
 START_S_MAX = 2.0
 """So long a start takes in what it reads; the rest comes while it serves."""
 CLEAR_S_MAX = 0.2
 """See `Tier.clear`."""
 CLEARS_MAX = 4096
 """Scopes that are remembered; one more means all records."""
-MEMBER_MS_MAX = 20
-"""What a look may take for each member: some three answers of a server that is not near."""
 
 
 class SharedDirTier:
@@ -105,19 +93,14 @@ class SharedDirTier:
         self._wake = wake
         self._now_ms = 0
         self._done: list[Done] = []
-        self._loaded: Counter[str] = Counter()
-        self._loaded_bytes = 0
         self._is_closed = self._is_sweeping = self._is_lost = False
+        self._are_stores_failing = False
         self._place = Place(str(path.absolute()), files or SystemFiles())
         place = f"shared_dir {path}"
-        self._reads = Breaker("reads", place, logger, SHARED_RETRY_MS_MAX)
         self._writes = Breaker("writes", place, logger, SHARED_RETRY_MS_MAX)
-        self._asking: list[LookupJob] = []
-        self._look: LookOp | None = None
-        self._looked_ms = self._alive_ms = 0
+        self._alive_ms = 0
         self._probe: AliveOp | ClaimOp | SweepOp | None = None
         self._alive: AliveOp | None = None
-        self._hung: Hung[Op] = Hung(_run_ms_max)
         self._clears: list[ClearOp] = []
         try:
             journal = claimed(self._place)
@@ -128,7 +111,11 @@ class SharedDirTier:
         self._view = View(self._place.own)
         self._others = Others(self._view)
         self._workers = Workers(self._hands, wake)
-        self._stores = Stores(self._view, self._workers, self._end, bytes_max, queue_bytes_max)
+        cap = Cap(place, bytes_max)
+        self._stores = Stores(self._view, self._workers, self._end, cap, queue_bytes_max)
+        self._reads = Reads(
+            place, self._view, self._others, self._workers, self._stores, self._end
+        )
         self._take_own(journal)
         self._begin()
 
@@ -176,108 +163,18 @@ class SharedDirTier:
             self._stores.shrink()
         self._wake()
 
-    # ---- lookups
+    # ---- jobs
 
     def lookup(self, job: LookupJob) -> None:
-        if self._reads.is_open or self._is_closed:
-            self._end(Found(job.number, [], may_go_on=False))
-            return
-        found, is_all = self._found(job)
-        is_fresh = self._now_ms - self._looked_ms < FRESH_MS or self._others.are_more
-        if is_all or is_fresh or self._is_look_late:
-            self._end(found)
-            return
-        self._asking.append(job)
-        self._look_around()
-
-    def _found(self, job: LookupJob) -> tuple[Found, bool]:
-        """The answer, as far as is known; whether it has all that was asked for."""
-        kind = Kind(job.root, job.layout)
-        rows, may_go_on = self._view.match(kind, job.parent, job.keys, job.digests)
-        last = rows[-1].digests if rows else b""
-        is_all = len(rows) * len(job.parent) >= len(job.keys) and last.startswith(job.digests)
-        return Found(job.number, [row.record for row in rows], may_go_on), is_all
-
-    def _look_around(self) -> None:
-        if self._look is None:
-            self._looked_ms = self._now_ms
-            self._look = self._others.look()
-            self._workers.read(self._look)
-
-    @property
-    def _is_look_late(self) -> bool:
-        """Whether there is one that nobody waits for any more."""
-        return self._look is not None and self._now_ms - self._looked_ms >= T_LOAD_MS
-
-    def _take_look(self, op: LookOp, ended: Ended) -> None:
-        self._look = None
-        if ended.error is None:
-            self._stores.free(self._others.take(ended))
-        self._judge_read(ended.error)  # which has answered, if that broke it
-        if ended.error is not None or op.own == self._view.own:  # else the next one says more
-            self._answer()
-        if ended.error is None and self._others.are_more and not self._is_closed:
-            self._look_around()
-
-    def _answer(self) -> None:
-        """Whoever waits is told what is known."""
-        asking, self._asking = self._asking, []
-        for job in asking:
-            found, _ = self._found(job)
-            self._end(found)
-
-    # ---- loads
+        self._reads.lookup(job)
 
     def load(self, job: LoadJob) -> None:
-        if self._is_closed:
-            return self._end_load(job, LoadOutcome.CLOSED)
-        if self._reads.is_open:
-            return self._end_load(job, LoadOutcome.BROKEN)
-        row = self._view.find(job.record)
-        if row is None:
-            return self._end_load(job, LoadOutcome.ABSENT)
-        self._view.touch([row])
-        row.holds += 1
-        own = self._view.own
-        members = sorted(row.members, key=lambda member: member != own)
-        return self._workers.read(LoadOp(job, row, tuple(members)))
-
-    def _take_load(self, op: LoadOp, ended: Ended) -> None:
-        op.row.holds -= 1
-        outcome = LoadOutcome.LOADED
-        if isinstance(ended.error, CorruptRecord):
-            outcome = LoadOutcome.CORRUPT
-        elif ended.error is not None:
-            outcome = LoadOutcome.FAILED
-        elif len(ended.bad) == len(op.members):
-            outcome = LoadOutcome.ABSENT
-        if outcome is not LoadOutcome.FAILED:
-            self._not_there(op.row, ended.bad)
-        self._judge_read(ended.error if outcome is LoadOutcome.FAILED else None)
-        self._end_load(op.job, outcome)
-
-    def _not_there(self, row: Row, members: list[bytes]) -> None:
-        """None of these members has it, whatever their journals say."""
-        for member in members:
-            if self._view.index.get(row.key) is not row or member not in row.members:
-                continue
-            if member == self._view.own:
-                self._stores.let_go(row)
-            else:
-                self._stores.free(self._view.remove(row, member))
-
-    def _end_load(self, job: LoadJob, outcome: LoadOutcome) -> None:
-        self._loaded[outcome] += 1
-        if outcome is LoadOutcome.LOADED:
-            self._loaded_bytes += job.record.payload_bytes
-        self._end(Loaded(job.number, outcome))
-
-    # ---- stores and clears
+        self._reads.load(job)
 
     def store(self, job: StoreJob) -> None:
         if self._is_closed:
             self._stores.end(job.number, StoreOutcome.CLOSED)
-        elif self._writes.is_open or self._reads.is_open:
+        elif self._writes.is_open or self._reads.breaker.is_open:
             self._stores.end(job.number, StoreOutcome.BROKEN)
         else:
             self._stores.add(job, self._now_ms)
@@ -294,7 +191,7 @@ class SharedDirTier:
         count, own = self._view.clear(scope)
         self._stores.clear(scope, own)
         if not self._is_closed:
-            op = ClearOp(scope, self._others.known(), self._stores.sequence)
+            op = self._clear_op(scope)
             self._others.clearing.append(scope)
             self._clears.append(op)
             if not self._writes.is_open:
@@ -302,8 +199,11 @@ class SharedDirTier:
         self._pump()
         return count
 
+    def _clear_op(self, scope: Scope) -> ClearOp:
+        return ClearOp(scope, self._others.known(), self._stores.sequence, self._reads.stuck)
+
     def _take_clear(self, op: ClearOp, ended: Ended) -> None:
-        self._judge_write(ended.error)
+        self._judge_write(op, ended.error)
         if op not in self._clears:  # it was tried twice, or another one means all that it does
             return
         if ended.error is None:
@@ -329,19 +229,18 @@ class SharedDirTier:
 
     def _take(self, ended: Ended) -> None:
         """What a thread says."""
-        self._hung.ended(ended.op)
         self._stores.journal_bytes = self._hands.journal_bytes
         match ended.op:
             case LookOp() as op:
-                self._take_look(op, ended)
+                self._reads.take_look(op, ended)
             case LoadOp() as op:
-                self._take_load(op, ended)
+                self._reads.take_load(op, ended)
             case StoreOp() as op:
-                self._stores.take(op, ended)
-                self._judge_write(ended.error)
+                if self._stores.take(op, ended):
+                    self._judge_write(op, ended.error)
             case FreeOp() as op:
                 self._stores.take_free(op, ended)
-                self._judge_write(ended.error)
+                self._judge_write(op, ended.error)
             case ClearOp() as op:
                 self._take_clear(op, ended)
             case SweepOp():
@@ -356,7 +255,7 @@ class SharedDirTier:
         if ended.op is self._alive:
             self._alive = None
         if ended.op is not self._probe:
-            self._judge_write(ended.error)
+            self._judge_write(ended.op, ended.error)
             return
         self._probe = None
         self._is_lost = isinstance(ended.error, FolderLost)
@@ -371,9 +270,8 @@ class SharedDirTier:
         """Go on in the folder that was taken in place of one that was lost."""
         self._others.change_own(self._place.own)
         self._take_own(journal)
-        known, last = self._others.known(), self._stores.sequence
-        self._clears = [ClearOp(op.scope, known, last) for op in self._clears]
-        self._look_around()
+        self._clears = [self._clear_op(op.scope) for op in self._clears]
+        self._reads.look_around()
         logger.warning("shared_dir %s: ours is %s now", self.path, self._place.own.hex()[:8])
 
     def _pump(self) -> None:
@@ -394,7 +292,7 @@ class SharedDirTier:
 
     def tick(self, now_ms: int) -> None:
         self._now_ms = max(self._now_ms, now_ms)
-        self._stores.drop_old(self._now_ms)
+        self._stores.tick(self._now_ms)
         if self._is_closed:
             return
         if self._writes.wants_probe(self._now_ms):
@@ -403,14 +301,7 @@ class SharedDirTier:
         elif not self._writes.is_open and self._now_ms - self._alive_ms >= ALIVE_MS:
             self._say_alive()
         self._stores.retry()
-        hung = self._hung.look(self._workers.running_reads(), self._now_ms)
-        if hung and self._reads.hung(max(map(_run_ms_max, hung)), self._now_ms):
-            self._break_reads()
-        if self._is_look_late:
-            self._answer()
-        is_due = not self._reads.is_open and self._now_ms - self._looked_ms >= LOOK_MS
-        if self._reads.wants_probe(self._now_ms) or is_due:
-            self._look_around()
+        self._reads.tick(self._now_ms)
         self._pump()
 
     def _next_probe(self) -> AliveOp | ClaimOp | SweepOp:
@@ -427,34 +318,14 @@ class SharedDirTier:
 
     # ---- when the place fails
 
-    def _judge_read(self, error: Exception | None) -> None:
-        if self._reads.is_probing and self._look is None:
-            self._reads.probed(error, self._now_ms)
-        elif error is None:
-            self._reads.worked()
-        elif self._reads.failed(error, self._now_ms):
-            self._break_reads()
-
-    def _break_reads(self) -> None:
-        """Whoever waits is told now."""
-        self._take_back_loads(LoadOutcome.BROKEN)
-        self._answer_empty()
-        self._stores.take_back(StoreOutcome.BROKEN)
-
-    def _answer_empty(self) -> None:
-        for job in self._asking:
-            self._end(Found(job.number, [], may_go_on=False))
-        self._asking.clear()
-
-    def _take_back_loads(self, outcome: LoadOutcome) -> None:
-        """Loads that no thread has begun end so."""
-        for op in self._workers.take_loads():
-            op.row.holds -= 1
-            self._end_load(op.job, outcome)
-
-    def _judge_write(self, error: Exception | None) -> None:
+    def _judge_write(self, op: Op, error: Exception | None) -> None:
+        """What it tells of writes. Where stores fail, only a store shows that they do not: less
+        may work all the time."""
+        if isinstance(op, StoreOp):
+            self._are_stores_failing = error is not None
         if error is None:
-            self._writes.succeeded()
+            if not self._are_stores_failing:
+                self._writes.succeeded()
         elif self._writes.failed(error, self._now_ms):
             self._is_lost = isinstance(error, FolderLost)
             self._stores.take_back(StoreOutcome.BROKEN)
@@ -465,14 +336,14 @@ class SharedDirTier:
 
     def statistics(self) -> TierStatistics:
         return TierStatistics(
-            state=self._writes.reason or self._reads.reason or "on",
+            state=self._writes.reason or self._reads.breaker.reason or "on",
             bytes_used=self._stores.used_bytes,
             bytes_max=self.bytes_max,
             records=len(self._view),
             queued_bytes=self._stores.queued_bytes,
-            loaded=dict(self._loaded),
+            loaded=dict(self._reads.loaded),
             stored=dict(self._stores.outcomes),
-            loaded_bytes=self._loaded_bytes,
+            loaded_bytes=self._reads.loaded_bytes,
             stored_bytes=self._stores.stored_bytes,
             evicted=self._stores.evicted,
         )
@@ -481,8 +352,7 @@ class SharedDirTier:
         if self._is_closed:
             return
         self._is_closed = True
-        self._answer_empty()
-        self._take_back_loads(LoadOutcome.CLOSED)
+        self._reads.close()
         self._stores.take_back(StoreOutcome.CLOSED)
         self._workers.stop(timeout_s)
 
@@ -490,8 +360,3 @@ class SharedDirTier:
         """Assert that what is known agrees; looks at each record."""
         self._view.check_integrity()
         self._stores.check_integrity()
-
-
-def _run_ms_max(op: Op) -> int:
-    """How long it runs before it hangs."""
-    return T_LOAD_MS + (MEMBER_MS_MAX * len(op.positions) if isinstance(op, LookOp) else 0)

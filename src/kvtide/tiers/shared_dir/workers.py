@@ -119,7 +119,7 @@ class Workers:
                 self._writes.remove(op)
             return taken
 
-    def running_reads(self) -> set[Op]:
+    def running_reads(self) -> set[ReadOp]:
         """Looks and loads that threads have begun and not ended."""
         with self._lock:
             return {op for op in self._running if isinstance(op, LookOp | LoadOp)}
