@@ -228,6 +228,10 @@ class Promotions:
     def _advance(self, promotion: Promotion) -> None:
         """Load as far ahead as may be; once all has ended, ask the next tier, or answer."""
         layout = promotion.instance.layout
+        if not _is_there(promotion.start):  # whatever comes, nobody finds it behind that
+            self._cut(CutReason.TAKEN_AWAY)
+            self._finish(promotion)
+            return
         if layout is None:  # it is off by now: what it would get is of no use
             promotion.todo.clear()
         self._go_back(promotion)
@@ -264,7 +268,7 @@ class Promotions:
             self._finish(promotion)
 
     def _go_back(self, promotion: Promotion) -> None:
-        """Where a load has failed, return to the deepest entry that is there."""
+        """Where a load has failed, return to the deepest that is there, the start at worst."""
         before, trail = promotion.deepest, promotion.trail
         while trail and not trail[-1].is_attached:
             trail.pop()
@@ -286,9 +290,11 @@ class Promotions:
         if known is not None:
             if isinstance(known, Entry) and known.parent is parent:
                 return known
+            self._cut(CutReason.TAKEN_AWAY)
             return None
-        if record.parent != parent.key or not _is_there(parent):
-            return None  # what was loaded before it has failed
+        if record.parent != parent.key:
+            self._cut(CutReason.TAKEN_AWAY)
+            return None
         bound = int(self._host.limit_bytes * PROMOTING_RATIO_MAX)
         if self._loading_bytes + record.payload_bytes > bound and self._loads:
             self._cut(CutReason.NO_MEMORY)
@@ -459,7 +465,9 @@ def _is_short(question: Question, matched: Matched) -> bool:
 
 
 def _is_there(holder: Entry | Root) -> bool:
-    return holder.is_attached if isinstance(holder, Entry) else not holder.is_cleared
+    """Whether what is behind it can be found."""
+    is_attached = holder.is_attached if isinstance(holder, Entry) else True
+    return is_attached and not holder.root.is_cleared
 
 
 def _answer_nobody(promotion: Promotion) -> None:
