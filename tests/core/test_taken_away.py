@@ -76,7 +76,7 @@ def test_what_is_behind_a_chunk_that_was_moved_is_counted_as_cut(tiers: list[Fak
 def test_a_chunk_that_was_cleared_and_is_not_gone_yet_is_not_loaded_again(
     tiers: list[FakeTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A neighbour stores it in a place of both just after; here it is taken away piece by piece."""
+    """A neighbour stores it in a place of both; here it is taken away piece by piece."""
     monkeypatch.setattr(lending_module, "CLEARED_STEPS_MAX", 0)
     engine = Engine(World(tiers=tiers[:1])).start()
     records = dict(tiers[0].records)

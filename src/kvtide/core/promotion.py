@@ -29,7 +29,6 @@ class Promotion:
         "instance",
         "is_asking",
         "is_loading",
-        "kept_bytes",
         "loaded_bytes",
         "may_go_on",
         "progress_ms",
@@ -57,8 +56,6 @@ class Promotion:
         """What its chain is behind."""
         self.trail = trail
         """The chain as far as it has come: held, or on its way."""
-        self.kept_bytes = 0
-        """What it pins that nobody kept before."""
         self.tier = 0
         """The one that is asked, or loaded from, now."""
         self.is_asking = False
