@@ -58,11 +58,10 @@ PROMOTIONS_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """One record on its way from a tier, for the lookup that asked first."""
+    """One record on its way from a tier."""
 
     tier: int
     grant: Grant
-    promotion: Promotion
 
 
 class _Silence:
@@ -195,8 +194,8 @@ class Promotions:
         name, outcome = self._tiers[promotion.tier].name, "found" if records else "absent"
         self._count(f"tier_lookups.{name}.{outcome}", 1)
         promotion.may_go_on = promotion.may_go_on or may_go_on
-        promotion.began_ms, promotion.progress_ms = self._now(), self._now()
-        promotion.is_loading, promotion.loaded_bytes, promotion.ends_ms = False, 0, None
+        promotion.progress_ms = self._now()
+        promotion.is_loading, promotion.ends_ms = False, None
         if self._is_worth_it(promotion, records):
             promotion.todo.extend(records)
         self._advance(promotion)
@@ -270,10 +269,9 @@ class Promotions:
             self._keep_no_more(before)
 
     def _measure(self, promotion: Promotion) -> None:
-        """What was loaded for a lookup, and how long that took, tells how quick the tier is."""
+        """Loads of a lookup tell how quick the tier is; those that it joined are another's."""
         if promotion.is_loading:
-            took_ms = max(1, self._now() - promotion.began_ms)
-            self._choices[promotion.tier].loading.add(promotion.loaded_bytes, took_ms)
+            self._choices[promotion.tier].measure(self._now())
             promotion.is_loading = False
 
     def _entry_of(self, promotion: Promotion, record: Record) -> Entry | None:
@@ -305,7 +303,8 @@ class Promotions:
                 self._cut(CutReason.NO_MEMORY)
             return None
         number = self._take_number()
-        self._loads[number] = _Load(promotion.tier, grant, promotion)
+        self._loads[number] = _Load(promotion.tier, grant)
+        self._choices[promotion.tier].began(number, self._now())
         self._loading_bytes += grant.bytes
         promotion.is_loading = True
         self._emit(LoadFrom(promotion.tier, number, record, entry.run))
@@ -318,7 +317,7 @@ class Promotions:
         self._loaded_ms = self._now()
         self._silences[load.tier].end()
         loaded_bytes = load.grant.bytes if is_ok else 0
-        load.promotion.loaded_bytes += loaded_bytes
+        self._choices[load.tier].ended(number, loaded_bytes, self._now())
         name = self._tiers[load.tier].name
         self._count(f"tier_loads.{name}.{outcome}", 1)
         self._count(f"tier_loaded_bytes.{name}", loaded_bytes)
@@ -410,7 +409,7 @@ class Promotions:
         self._count(f"promotions.{reason}", 1)
 
     def _keep(self, holder: Entry | Root) -> None:
-        """It and what it hangs on is not evicted, and counts as leased, once for all who keep it."""
+        """It and what it hangs on is not evicted, and counts as leased."""
         if isinstance(holder, Entry):
             self._index.lease(holder)
             self._lending.pin(holder)
