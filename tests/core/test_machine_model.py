@@ -76,7 +76,7 @@ def what_is_missing(model: NodeModel) -> str:
     if model.matches <= (50 if isinstance(model, TieredNodeModel) else 200):
         return "was found"
     if isinstance(model, TieredNodeModel):
-        return "" if min(model.promoted) > 20 else "came back"
+        return "" if sum(model.promoted) > 20 < 4 * min(model.promoted) else "came back"
     return "" if min(lending.evicted.values()) > 10 else "was evicted"
 
 
