@@ -21,6 +21,7 @@ import os
 import traceback
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from kvtide.clock import Clock
@@ -398,8 +399,10 @@ class Runtime:
         except Exception:
             self._loop.call_soon(self._give_up, "clear")
             return m.CommandAnswer({}, error="the node's state is broken; it ends")
-        logger.info("cleared %d entries", cleared)
-        return m.CommandAnswer({"entries": cleared})
+        tiers = {name: asdict(one) for name, one in self._tiers.cleared.items()}
+        below = "".join(f", {name}: {one}" for name, one in tiers.items())
+        logger.info("cleared %d entries of memory%s", cleared, below)
+        return m.CommandAnswer({"entries": cleared, "tiers": tiers})
 
     def _check(self) -> m.CommandAnswer:
         """Look, and say what was seen; the node goes on either way.
