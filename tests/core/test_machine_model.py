@@ -59,7 +59,7 @@ def weighted_steps(model: NodeModel, draw: random.Random) -> list[tuple[int, Ste
             (90, lambda: model.tier_answers(which(), draw.choice(["good", "good", "bad"]))),
             (4, model.tier_answers_all),
             (2, lambda: model.tier_forgets(which())),
-            (4, lambda: model.look_behind(which(), which())),
+            (4, lambda: model.look_behind(which(), which(), draw.random() < 0.1)),
             (2, model.host_forgets),
         ]
     return steps

@@ -57,9 +57,10 @@ class TieredNodeModel(NodeModel):
         self.world.give(HostLimit(HOST_BYTES))
         self.settle()
 
-    @rule(which=pick, back=pick)
-    def look_behind(self, which: int, back: int) -> None:
-        """The end of a chain goes for room, and is asked for by its blocks."""
+    @rule(which=pick, back=pick, is_cleared=st.booleans())
+    def look_behind(self, which: int, back: int, is_cleared: bool) -> None:
+        """The end of a chain goes for room, and is asked for by its blocks; what a tier has of it
+        comes, and by then the chain may be cleared."""
         actor = self.serving(which)
         if actor is None or not self.offered[actor.fingerprint]:
             return
@@ -75,6 +76,10 @@ class TieredNodeModel(NodeModel):
             parent = [root, *keys][first_chunk]
             actor.say(m.Probe(actor.number, root, parent, digests[first_chunk]))
             self.settle()
+            while asked := [job for job in self.waiting() if isinstance(job, AskTier)]:
+                self.answer(asked[0], is_good=True)
+            if is_cleared:
+                self.clear(salt, is_all=False)
 
     @rule(which=pick)
     def tier_forgets(self, which: int) -> None:

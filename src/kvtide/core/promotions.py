@@ -279,11 +279,13 @@ class Promotions:
         parent = promotion.deepest
         known = self._index.find(record.key)
         if known is not None:
-            is_next = isinstance(known, Entry) and known.parent is parent
-            if is_next and self._may_keep(self._index.unleased_bytes(known)):
-                return known
-            self._cut(CutReason.NO_MEMORY if is_next else CutReason.TAKEN_AWAY)
-            return None
+            if not isinstance(known, Entry) or known.parent is not parent:
+                self._cut(CutReason.TAKEN_AWAY)
+                return None
+            if not self._may_keep(self._index.unleased_bytes(known)):
+                self._cut(CutReason.NO_MEMORY)
+                return None
+            return known
         if record.parent != parent.key:
             self._cut(CutReason.TAKEN_AWAY)
             return None

@@ -68,7 +68,7 @@ def open_tiers(
 
 def _give_up(openings: Sequence["Opening"]) -> None:
     """Close what is open; what is opened later is closed then."""
-    tiers = [opening.take_back(0.0, _nothing) for opening in openings]
+    tiers = [opening.take_back() for opening in openings]
     close_tiers([tier for tier in tiers if tier is not None])
 
 
@@ -96,6 +96,10 @@ def _late(opening: "Opening", wake: Callable[[], None]) -> Tier:
         OPEN_S_MAX,
     )
     return LateTier(opening.entry.name, opening, wake)
+
+
+def _nothing(tier: Tier) -> None:
+    """For a tier that nobody has asked anything of."""
 
 
 class Opening:
@@ -141,7 +145,9 @@ class Opening:
                 raise self._error
             return self._tier
 
-    def take_back(self, timeout_s: float, at_last: Callable[[Tier], None]) -> Tier | None:
+    def take_back(
+        self, timeout_s: float = 0.0, at_last: Callable[[Tier], None] = _nothing
+    ) -> Tier | None:
         """The tier, if it is open within this time: the caller's to close.
 
         Else it is closed as soon as it is, after `at_last`.
@@ -177,7 +183,3 @@ class Opening:
         tier = tier_type.open(self.entry.options, self._wake, self._queue_bytes_max)
         tier.name = self.entry.name
         return tier
-
-
-def _nothing(tier: Tier) -> None:
-    """For a tier that nobody has asked anything of."""
