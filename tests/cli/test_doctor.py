@@ -251,7 +251,8 @@ def test_broken_state_is_wrong(running_node: NodeProcess, monkeypatch: pytest.Mo
     findings, _ = examine.node(running_node.places)
     found = only(finding for finding in findings if finding.what == "integrity")
     assert found.verdict == WRONG
-    assert "please report it with that" in found.text
+    assert "a cell is lent twice; please report it with the node's log" in found.text
+    assert "kvtide stop" in found.text
 
 
 def test_errors_in_the_log_are_told_with_their_time(runtime_dir: Path) -> None:

@@ -2,16 +2,17 @@
 
 import pytest
 
-from kvtide.core.effects import LoadFrom
+from kvtide.core.effects import HostLimit, LoadFrom
 from kvtide.core.promotions import CALM_MS
 from kvtide.core.regions import PUT_OFF_MS_MAX
 from kvtide.units import MiB
 from tests.core.fake_tier import FakeTier
 from tests.core.test_promotions import ask
-from tests.core.world import CELL_BYTES, CHUNK_BLOCKS, Engine, World, prompt
+from tests.core.world import CELL_BYTES, CHUNK_BLOCKS, CHUNK_BYTES, Engine, World, prompt
 
 FITS = prompt(1, 2, 3)
 """Three slots of a region's four."""
+REGION_BYTES = 4 * CHUNK_BYTES
 TOO_LONG = prompt(1, 2, 3, 4, 5, 6)
 
 
@@ -82,3 +83,32 @@ def test_the_first_region_of_a_layout_is_never_put_off(engine: Engine, tier: Fak
     loads(engine, tier, FITS)
     other = Engine(engine.world, "other", model="other", cell_bytes=2 * CELL_BYTES).start()
     assert other.store(prompt(1)).outcomes == [""]
+
+
+def test_memory_that_becomes_short_costs_what_is_put_off_before_what_is_held(
+    engine: Engine, tier: FakeTier
+) -> None:
+    """There is room for one region and a half: the one that is there stays, with all in it."""
+    tier.answers = True
+    assert engine.blocks_held(FITS[: 2 * len(prompt(1))]) == 2 * CHUNK_BLOCKS
+    tier.answers = False
+    loads(engine, tier, FITS)
+    assert len(engine.world.made) == 1
+    engine.world.give(HostLimit(REGION_BYTES * 3 // 2))
+    engine.world.answer(tier)
+    engine.world.tick(PUT_OFF_MS_MAX)
+    assert len(engine.world.made) == 1
+    assert not engine.world.freed
+    assert engine.blocks_held(FITS) == 3 * CHUNK_BLOCKS
+
+
+def test_what_is_put_off_takes_no_room_from_another_layout(engine: Engine, tier: FakeTier) -> None:
+    """There is room for the one region, and the first of another layout."""
+    loads(engine, tier, FITS)
+    host = engine.world.machine.host
+    engine.world.give(HostLimit(3 * REGION_BYTES))
+    other = Engine(engine.world, "other", model="other", cell_bytes=2 * CELL_BYTES).start()
+    assert other.store(prompt(1)).outcomes == [""]
+    assert host.allocated_bytes == 3 * REGION_BYTES
+    engine.world.answer(tier)
+    assert engine.blocks_held(FITS) == 3 * CHUNK_BLOCKS

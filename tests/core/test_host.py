@@ -14,7 +14,7 @@ def host_of(slots: int) -> Host:
 
 
 def grow(host: Host, layout: KVLayout) -> Region:
-    region = host.make(layout, 0)
+    region = host.make(layout)
     region.is_ready = True
     host.check_integrity()
     return region
@@ -52,7 +52,7 @@ def test_numbers_of_regions_are_never_used_twice() -> None:
 def test_a_region_is_wanted_when_less_than_half_of_one_is_free() -> None:
     host = host_of(64)
     assert host.wants_region(SMALL)
-    region = host.make(SMALL, 0)
+    region = host.make(SMALL)
     assert not host.wants_region(SMALL), "one is being made"
     region.is_ready = True
     assert not host.wants_region(SMALL)
@@ -88,7 +88,7 @@ def test_a_region_that_was_refused_is_not_asked_for_again_at_once() -> None:
     """Until the pause is over, or the limit is set anew: memory may have become free."""
     host = host_of(64)
     grow(host, SMALL)
-    host.not_made(host.make(SMALL, 0), 1_000, "no memory")
+    host.not_made(host.make(SMALL), 1_000, "no memory")
     assert not host.has_room(SMALL)
     assert host.reachable_bytes == host.allocated_bytes == 4 * SMALL.chunk_bytes
     host.limit(host.limit_bytes)
@@ -99,7 +99,7 @@ def test_the_pause_after_a_refusal_doubles_until_the_machine_gives_something() -
     host = host_of(64)
     now_ms, pauses = 0, []
     for _ in range(8):
-        host.not_made(host.make(SMALL, 0), now_ms, "no memory")
+        host.not_made(host.make(SMALL), now_ms, "no memory")
         assert (host.reachable_bytes, host.refusal) == (0, "no memory")
         start_ms = now_ms
         while not host.reachable_bytes:
@@ -107,9 +107,9 @@ def test_the_pause_after_a_refusal_doubles_until_the_machine_gives_something() -
             host.forget_refusal(now_ms)
         pauses.append((now_ms - start_ms) // 1_000)
     assert pauses == [10, 20, 40, 80, 160, 320, 320, 320]
-    host.made(host.make(SMALL, 0), now_ms)
+    host.made(host.make(SMALL), now_ms)
     assert host.refusal == ""
-    host.not_made(host.make(SMALL, 0), now_ms, "no memory")
+    host.not_made(host.make(SMALL), now_ms, "no memory")
     host.forget_refusal(now_ms + 10_000)
     assert host.has_room(SMALL)
 
@@ -164,7 +164,7 @@ def test_the_fair_share_is_of_what_the_machine_gave() -> None:
     host = host_of(64)
     for _ in range(3):
         grow(host, SMALL)
-    host.not_made(host.make(OTHER, 0), 0, "no memory")
+    host.not_made(host.make(OTHER), 0, "no memory")
     region = host.surplus(OTHER, 0)
     assert region is not None
     host.remove(region)
@@ -202,7 +202,7 @@ def test_a_stuck_region_holds_up_only_those_of_the_same_workers() -> None:
 
 def test_a_region_that_is_being_made_cannot_be_given_up() -> None:
     host = host_of(16)
-    host.make(SMALL, 0)
+    host.make(SMALL)
     assert host.surplus(None, 0) is None
 
 

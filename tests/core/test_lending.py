@@ -203,6 +203,32 @@ def test_a_grant_that_was_never_planned_is_returned(world: World) -> None:
     assert (lending.stored_blocks, lending.failed_blocks) == (0, 4)  # of the second alone
 
 
+def test_what_was_copied_behind_a_chunk_that_fails_was_never_stored(world: World) -> None:
+    """The first chunk is an engine's that dies; another has copied the second behind it."""
+    dying, lively = engine_of(world, "dying"), engine_of(world, "lively")
+    dying.offer(prompt(1))
+    lively.stored(lively.offer(prompt(1, 2)).grants)
+    lending = world.machine.lending
+    assert (lending.stored_blocks, lending.failed_blocks) == (0, 0), "not found yet"
+    dying.kill_all()
+    assert lively.blocks_held(prompt(1, 2)) == 0
+    assert (lending.stored_blocks, lending.failed_blocks) == (0, 8)
+    at_rest(world)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_what_is_copied_in_any_order_is_stored_once_it_is_found(
+    world: World, order: tuple[int, ...]
+) -> None:
+    engine = engine_of(world)
+    grants = engine.offer(prompt(1, 2, 3)).grants
+    for position in order:
+        engine.stored([grants[position]])
+        assert world.machine.lending.stored_blocks == engine.blocks_held(prompt(1, 2, 3))
+    assert world.machine.lending.stored_blocks == 12
+    assert world.machine.lending.failed_blocks == 0
+
+
 def test_an_engine_cannot_return_the_grant_of_another(world: World) -> None:
     engine, other = engine_of(world), engine_of(world, "other")
     grants = engine.offer(prompt(1)).grants

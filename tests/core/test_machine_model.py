@@ -59,6 +59,7 @@ def weighted_steps(model: NodeModel, draw: random.Random) -> list[tuple[int, Ste
             (90, lambda: model.tier_answers(which(), draw.choice(["good", "good", "bad"]))),
             (4, model.tier_answers_all),
             (2, lambda: model.tier_forgets(which())),
+            (4, lambda: model.look_behind(which(), which(), draw.random() < 0.1)),
             (2, model.host_forgets),
         ]
     return steps
@@ -75,7 +76,7 @@ def what_is_missing(model: NodeModel) -> str:
     if model.matches <= (50 if isinstance(model, TieredNodeModel) else 200):
         return "was found"
     if isinstance(model, TieredNodeModel):
-        return "" if model.promoted > 20 else "came back"
+        return "" if sum(model.promoted) > 20 < 4 * min(model.promoted) else "came back"
     return "" if min(lending.evicted.values()) > 10 else "was evicted"
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from kvtide.core import messages as m
 from kvtide.core.effects import AskTier, LoadFrom, StoreTo, TierFound
+from kvtide.core.leases import LEASE_MS
 from kvtide.core.promotions import SILENCES_MAX, SILENT_MS, TELL_MS, WAIT_MS_MAX
 from kvtide.units import KiB, MiB
 from tests.core.fake_tier import FakeTier
@@ -426,6 +427,7 @@ def test_lookups_that_wait_keep_no_more_than_leases_may(tier: FakeTier) -> None:
     assert engine.world.machine.counts["promotions.no_memory"] == 1
     engine.world.tick(WAIT_MS_MAX)
     assert [match.number for match in engine.heard(m.Match)[-3:]] == waiting
+    engine.world.tick(LEASE_MS)
     number = ask(engine, prompt(*chains[2], 1))
     assert engine.last(m.Match).number != number, "there is room again"
 

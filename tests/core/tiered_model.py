@@ -1,73 +1,108 @@
-"""The model of the node's memory (node_model.py) with a tier below, slow, forgetful and unsure.
+"""The model of the node's memory (node_model.py) above two tiers, slow, forgetful and unsure.
 
-It answers when a rule says so, in any order, and well or not. The model adds to what it says:
+They answer when a rule says so, in any order, and well or not. The model adds to what it says:
 
 - cells that a tier writes or reads are lent to nobody else until it has answered;
 - what a tier gives back is what was stored there, and is matched under the same laws.
 """
 
+from typing import TypeAlias
+
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
+from kvtide.core import messages as m
 from kvtide.core.effects import AskTier, HostLimit, LoadFrom, StoreTo
+from kvtide.core.reasons import EvictCause
 from tests.core.actor import Content
 from tests.core.fake_tier import FakeTier
 from tests.core.node_model import HOST_BYTES, NodeModel, pick
 from tests.core.world import World
 
+Job: TypeAlias = AskTier | LoadFrom | StoreTo
+
 
 class TieredNodeModel(NodeModel):
-    """One node above one tier."""
+    """One node above two tiers: what the first has lost the second may have."""
 
     lately = 40  # more than the host holds
 
     def make_world(self) -> World:
-        self.tier = FakeTier()
-        self.tier.answers = False
-        self.payloads: dict[bytes, list[list[Content]]] = {}
-        """For each record of the tier, its blocks, shard by shard."""
-        self.promoted = 0
-        return World(HOST_BYTES, tiers=[self.tier])
+        self.tiers = [FakeTier(), FakeTier()]
+        for tier in self.tiers:
+            tier.answers = False
+        self.payloads: dict[tuple[int, bytes], list[list[Content]]] = {}
+        """For each record of each tier, its blocks, shard by shard."""
+        self.promoted = [0, 0]
+        return World(HOST_BYTES, tiers=self.tiers)
 
     @rule(which=pick, fate=st.sampled_from(["good", "good", "good", "bad"]))
     def tier_answers(self, which: int, fate: str) -> None:
-        """One job of the tier ends."""
-        waiting = self.tier.waiting
-        if waiting:
-            self.answer(waiting.pop(which % len(waiting)), is_good=fate == "good")
+        """One job of a tier ends."""
+        if waiting := self.waiting():
+            self.answer(waiting[which % len(waiting)], is_good=fate == "good")
 
     @rule()
     def tier_answers_all(self) -> None:
-        """Everything that waits for the tier ends well, and what follows from that."""
-        while self.tier.waiting:
-            self.answer(self.tier.waiting.pop(0), is_good=True)
+        """Everything that waits for tiers ends well, and what follows from that."""
+        while waiting := self.waiting():
+            self.answer(waiting[0], is_good=True)
 
     @rule()
     def host_forgets(self) -> None:
-        """All that is not used goes; the tier has it still."""
+        """All that is not used goes; the tiers have it still."""
         self.world.give(HostLimit(0))
         for _ in range(4):
             self.world.tick()
         self.world.give(HostLimit(HOST_BYTES))
         self.settle()
 
+    @rule(which=pick, back=pick, is_cleared=st.booleans())
+    def look_behind(self, which: int, back: int, is_cleared: bool) -> None:
+        """The end of a chain goes for room, and is asked for by its blocks; what a tier has of it
+        comes, and by then the chain may be cleared."""
+        actor = self.serving(which)
+        if actor is None or not self.offered[actor.fingerprint]:
+            return
+        tokens, salt = self.offered[actor.fingerprint][-1 - back % self.lately :][0]
+        root = self.root(actor, salt)
+        keys, digests = actor.chain(tokens, root)
+        end = self.world.machine.index.entries.get(keys[-1])
+        if end is not None and end.is_evictable:
+            self.world.machine.lending.evict(end, EvictCause.ROOM)
+            first_chunk = len(keys) - 1
+            actor.number += 1
+            actor.asked[actor.number] = (root, tokens, first_chunk)
+            parent = [root, *keys][first_chunk]
+            actor.say(m.Probe(actor.number, root, parent, digests[first_chunk]))
+            self.settle()
+            while asked := [job for job in self.waiting() if isinstance(job, AskTier)]:
+                self.answer(asked[0], is_good=True)
+            if is_cleared:
+                self.clear(salt, is_all=False)
+
     @rule(which=pick)
     def tier_forgets(self, which: int) -> None:
         """A record that has no children is evicted there."""
-        parents = {record.parent for record in self.tier.records.values()}
-        leaves = [key for key in self.tier.records if key not in parents]
+        tier = self.tiers[which % len(self.tiers)]
+        parents = {record.parent for record in tier.records.values()}
+        leaves = [key for key in tier.records if key not in parents]
         if leaves:
-            del self.tier.records[leaves[which % len(leaves)]]
+            del tier.records[leaves[which % len(leaves)]]
 
-    def answer(self, job: AskTier | LoadFrom | StoreTo, *, is_good: bool) -> None:
-        tier = self.tier
+    def waiting(self) -> list[Job]:
+        return [job for tier in self.tiers for job in tier.waiting]
+
+    def answer(self, job: Job, *, is_good: bool) -> None:
+        tier = self.tiers[job.tier]
+        tier.waiting.remove(job)
         tier.loads_fail = not is_good
         tier.stores_as = "stored" if is_good else "failed"
         event = tier.answer(job)
         if isinstance(job, StoreTo) and event.is_ok:
-            self.payloads[job.record.key] = self.read(job)
+            self.payloads[job.tier, job.record.key] = self.read(job)
         elif isinstance(job, LoadFrom):
-            self.promoted += event.is_ok
+            self.promoted[job.tier] += event.is_ok
             self.fill(job, is_good=event.is_ok)
         self.world.give(event)
         self.settle()
@@ -94,11 +129,12 @@ class TieredNodeModel(NodeModel):
         for shard in range(job.record.layout.shard_count):
             for block, cell in enumerate(cells):
                 spoilt: Content = (job.record.root.key, ())
-                content = self.payloads[job.record.key][shard][block] if is_good else spoilt
+                payload = self.payloads[job.tier, job.record.key]
+                content = payload[shard][block] if is_good else spoilt
                 self.memory[run.region, cell, shard] = (run.generation, content)
 
     def teardown(self) -> None:
-        """The tier lets go too."""
+        """The tiers let go too."""
         self.tier_answers_all()
         for actor in list(self.actors.values()):
             self.kill_scheduler(actor)

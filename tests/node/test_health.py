@@ -21,11 +21,47 @@ def test_failures_without_a_success_for_minutes_are_a_state() -> None:
     for minute in range(1, 4):
         now = numbers(stored_stored=5, stored_no_room=minute)
         health.look(now, minute * 60_000)
-        wanted = "nothing has worked for 2 min, most of it no_room" if minute == 3 else "on"
+        wanted = "no store has worked for 2 min, most of it no_room" if minute == 3 else "on"
         assert health.state(now, minute * 60_000) == wanted
     now = numbers(stored_stored=6, stored_no_room=3)
     health.look(now, 4 * 60_000)
     assert health.state(now, 4 * 60_000) == "on"
+
+
+def test_loads_that_work_hide_no_stores_that_never_do() -> None:
+    """A full place: what lies there is hit, and nothing new is taken."""
+    health = Health()
+    health.look(numbers(stored_stored=5, stored_broken=500), 0)
+    for minute in range(1, 61):
+        now = numbers(
+            stored_stored=5, stored_broken=500, stored_no_room=minute, loaded_loaded=minute
+        )
+        health.look(now, minute * 60_000)
+    assert health.state(now, 3_600_000) == "no store has worked for 59 min, most of it no_room"
+
+
+def test_stores_that_work_hide_no_loads_that_never_do() -> None:
+    health = Health()
+    for minute in range(4):
+        now = numbers(stored_stored=minute, loaded_failed=minute)
+        health.look(now, minute * 60_000)
+    assert health.state(now, 180_000) == "no load has worked for 2 min, most of it failed"
+    for minute in range(4, 8):
+        now = numbers(stored_stored=3, stored_failed=minute, loaded_failed=minute)
+        health.look(now, minute * 60_000)
+    state = health.state(now, 480_000)
+    assert state.count("has worked for") == 2
+    assert "no store has worked for 4 min" in state
+
+
+def test_one_failure_says_nothing_however_long_ago() -> None:
+    """Nobody has asked since."""
+    health = Health()
+    health.look(numbers(), 0)
+    for minute in range(1, 10):
+        now = numbers(loaded_corrupt=1, stored_stored=minute)
+        health.look(now, minute * 60_000)
+        assert health.state(now, minute * 60_000) == "on"
 
 
 def test_a_tier_that_nobody_asks_is_well() -> None:

@@ -108,6 +108,44 @@ def test_what_was_cleared_stays_cleared_if_the_node_ends_as_it_opens(
         assert [later.is_there(record) for record in SALTED] == [False, True, True, True]
 
 
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_what_was_cleared_stays_cleared_if_the_node_ends_before_it_opens(
+    tmp_path: Path,
+    may_open: threading.Event,
+    caplog: pytest.LogCaptureFixture,
+    is_waited_for: bool,
+) -> None:
+    """It opens while the node ends, or just after it has given up waiting."""
+    keep(tmp_path / "kv", SALTED)
+    tier = late_disk(tmp_path / "kv")
+    [thread] = [one for one in threading.enumerate() if one.name == "kvtide-open"]
+    tier.tier.clear(SALTED[0].root.salt_digest)
+    if is_waited_for:
+        closing = threading.Thread(target=tier.close, args=(30,))
+        closing.start()
+        may_open.set()
+        closing.join(60)
+    else:
+        tier.close(0)
+        may_open.set()
+    thread.join(60)
+    assert ("nor at the end: clear again" in caplog.text) != is_waited_for
+    with driven(tmp_path / "kv") as later:
+        assert [later.is_there(record) for record in SALTED] == [False, True, True, True]
+
+
+def test_what_was_cleared_in_a_place_that_could_not_be_opened_is_told(
+    tmp_path: Path, may_open: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = DiskTier(tmp_path / "kv", 64 * MiB, lambda: None)
+    tier = late_disk(tmp_path / "kv")
+    open_now(tier, may_open)
+    tier.tier.clear(None)
+    tier.close(30)
+    assert caplog.text.count("nor at the end: clear again") == 1
+    other.close(30)
+
+
 def test_a_node_that_ends_before_leaves_the_place_closed(
     tmp_path: Path, may_open: threading.Event
 ) -> None:

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from kvtide.core import messages as m
+from kvtide.core.effects import LoadFrom
 from kvtide.core.index import Entry
 from kvtide.metrics import LABELS_MAX, METRICS, render
 from kvtide.node import report
-from tests.core.world import Engine, World, prompt
+from tests.core.fake_tier import FakeTier
+from tests.core.test_promotions import ask
+from tests.core.world import CHUNK_BYTES, Engine, World, prompt
 
 
 @pytest.fixture
@@ -143,3 +146,20 @@ def test_running_sums_are_those_of_a_count_over_all_entries(world: World, seed: 
         status = report.status(world.machine, {}, 0, [], {})
         found = status["entries"] | {"evictable_bytes": status["host"]["evictable_bytes"]}
         assert found == counted(world)
+
+
+def test_what_a_lookup_waits_for_is_no_room_that_it_keeps_from_others() -> None:
+    """Of a chain the first chunk is held; two more are lent to a tier, and not held yet."""
+    tier = FakeTier()
+    Engine(World(tiers=[tier])).start().store(prompt(1, 2, 3))
+    engine = Engine(world := World(tiers=[tier])).start()
+    engine.store(prompt(7))
+    assert engine.lookup(prompt(1))
+    tier.answers = False
+    ask(engine, prompt(1, 2, 3))
+    world.answer(tier)
+    assert [type(job) for job in tier.waiting] == [LoadFrom] * 2
+    status = report.status(world.machine, {}, 0, [], {})
+    found = status["entries"] | {"evictable_bytes": status["host"]["evictable_bytes"]}
+    assert found == counted(world)
+    assert found["evictable_bytes"] == CHUNK_BYTES

@@ -2,10 +2,11 @@
 
 import os
 import sys
+from typing import Any
 
 import click
 
-from kvtide.cli.here import find_places
+from kvtide.cli.here import find_places, printable
 from kvtide.core.keys import salt_digest
 from kvtide.wire.command import ask
 
@@ -35,13 +36,27 @@ def command(salt: str | None) -> None:
             " entries without a salt"
         )
     if salt is None:
-        count = ask(places, "clear")["entries"]
-        click.echo(f"cleared {count} entries, all there were")
+        _tell(ask(places, "clear"), "")
         return
     if salt == STDIN:
         salt = _read_salt()
-    count = ask(places, "clear", {"salt_digest": salt_digest(salt).hex()})["entries"]
-    click.echo(f"cleared {count} entries of {'this salt' if salt else 'requests without a salt'}")
+    answer = ask(places, "clear", {"salt_digest": salt_digest(salt).hex()})
+    _tell(answer, " of this salt" if salt else " of requests without a salt")
+
+
+def _tell(answer: dict[str, Any], of_whom: str) -> None:
+    """Say what was cleared, place by place; a tier that does not work now may have more."""
+    tiers = answer["tiers"]
+    counts = [f"{answer['entries']} entries{of_whom}" + (" in memory" if tiers else "")]
+    counts += [f"{tier['records']} in {name}" for name, tier in tiers.items()]
+    not_on = {name: tier["state"] for name, tier in tiers.items() if tier["state"] != "on"}
+    is_all = not of_whom and not not_on
+    click.echo(f"cleared {', '.join(counts)}{', all there were' if is_all else ''}")
+    for name, state in not_on.items():
+        click.echo(
+            f"{name} may have more ({printable(state)}): that is cleared as soon as it can be;"
+            " if the node ends before, clear again"
+        )
 
 
 def _read_salt() -> str:

@@ -12,7 +12,7 @@ def command() -> None:
 
     Each line says what was looked at and how it is: ok, a note, or wrong, with what to do. Ends
     with code 1 where something is wrong. Nothing is changed, but a node that runs checks its
-    state: it answers nobody meanwhile, and ends if that is broken.
+    state, and answers nobody meanwhile.
     """
     findings = list(examine.everything())
     width = max(len(finding.what) for finding in findings)

@@ -1,8 +1,8 @@
 """What `kvtide doctor` looks at, each a function that finds one or more things.
 
 The page makes no directory and starts no node; a node that runs is asked to check its state, which
-holds it up meanwhile, and it ends where that is broken. What is wrong keeps kvtide from
-working; a note costs speed, memory, or will be wrong on a GPU.
+holds it up meanwhile. What is wrong keeps kvtide from working; a note costs speed, memory, or will
+be wrong on a GPU.
 """
 
 import datetime
@@ -221,7 +221,8 @@ def _running(places: Places, status: dict[str, Any]) -> Iterator[Finding]:
         entries = ask(places, "check")["entries"]
         yield Finding(OK, "integrity", f"{entries:,} entries, all in order")
     except KVTideError as error:
-        yield Finding(WRONG, "integrity", f"{error}; please report it with that")
+        text = f"{error}; please report it with the node's log, then run `kvtide stop`"
+        yield Finding(WRONG, "integrity", text)
     for engine in status["engines"]:
         name = f"engine {engine['engine_id'][:8]}"
         if engine["off"]:

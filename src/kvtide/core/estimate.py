@@ -1,14 +1,20 @@
 """Is it quicker to load a chain from a tier, or to compute it? Asked only with clear evidence.
 
-Both are measured where they happen: a tier's rate over the chains that were loaded from it, an
-engine's over its steps of many tokens. Rates forget: what was measured counts half after so many
-more measurements. Where loading looks slower by a factor that no noise explains, the chain is left
-alone, and now and then one is loaded all the same, so that a tier which has become quicker is
+Both are measured where they happen: a tier's rate over the time in which it had something to load,
+an engine's over its steps of many tokens. Rates forget: what was measured counts half after so
+many more measurements. Where loading looks slower by a factor that no noise explains, the chain is
+left alone, and now and then one is loaded all the same, so that a tier which has become quicker is
 seen to be.
 
+Many lookups share what is loaded, wait for one another's loads, and load at the same time. So a
+tier's bytes are counted once, and so is its time, whoever waits for it: what it gives to all of
+them, as a computing engine's steps do. A measurement ends with the loads of a lookup.
+
 Rejected: cutting a chain where loading its rest stops paying. Both costs grow with its length, so
-it pays as a whole or not at all.
+it pays as a whole or not at all. And how long a lookup has waited: for loads of others, memory.
 """
+
+from kvtide.bounds import T_LOAD_MS
 
 SAMPLES_MIN = 8
 """Fewer measurements are no evidence."""
@@ -46,12 +52,41 @@ class Rate:
 class Choice:
     """The choice between loading and computing, for one tier."""
 
-    __slots__ = ("_left_alone", "loading")
+    __slots__ = ("_busy_ms", "_left_alone", "_loaded_bytes", "_running", "_since_ms", "loading")
 
     def __init__(self) -> None:
         self.loading = Rate()
-        """Bytes of chains that were loaded from the tier."""
+        """Bytes that the tier has loaded."""
         self._left_alone = 0
+        self._running: dict[int, int] = {}  # when each load began, by its number; oldest first
+        self._since_ms = 0
+        self._busy_ms = 0
+        self._loaded_bytes = 0
+
+    def began(self, number: int, now_ms: int) -> None:
+        """A load has been handed to the tier."""
+        self._pass_time(now_ms)
+        self._running[number] = now_ms
+
+    def ended(self, number: int, loaded_bytes: int, now_ms: int) -> None:
+        """It has ended, well with so many bytes, or with none."""
+        self._pass_time(now_ms)
+        del self._running[number]
+        self._loaded_bytes += loaded_bytes
+
+    def measure(self, now_ms: int) -> None:
+        """The loads of a lookup have ended, or it waits no longer: a measurement, if any."""
+        self._pass_time(now_ms)
+        if self._loaded_bytes or self._busy_ms:
+            self.loading.add(self._loaded_bytes, max(1, self._busy_ms))
+            self._loaded_bytes = self._busy_ms = 0
+
+    def _pass_time(self, now_ms: int) -> None:
+        """Count what the tier has worked; of a load that hangs, no more than anybody waits."""
+        if self._running:
+            until_ms = next(reversed(self._running.values())) + T_LOAD_MS
+            self._busy_ms += max(0, min(now_ms, until_ms) - self._since_ms)
+        self._since_ms = now_ms
 
     def is_worth_loading(self, size_bytes: int, tokens: int, prefill: Rate) -> bool:
         """Whether a chain of this size, which spares so many tokens, is to be loaded."""

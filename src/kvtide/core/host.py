@@ -1,6 +1,6 @@
 """The host tier's memory: regions of each layout, how they grow, move and go back.
 
-    planned ─MakeRegion─► making ─RegionMade─► ready ─(told to leave)─► leaving ─► freed
+    wanted ─MakeRegion─► making ─RegionMade─► ready ─(told to leave)─► leaving ─► freed
 
 A region has one memory file for each shard, all cut alike, so one (region, cell) names the same
 cell in every shard: an entry is lent in all shards or in none, by construction. A region is *open*
@@ -63,7 +63,6 @@ class Region:
         """Bytes over all shards."""
         self.entries: dict[int, Entry] = {}
         """Whose cells they are, by the first of them: attached entries and loose ones."""
-        self.planned_since_ms = 0
         self.is_ready = False
         self.ready_since_ms = 0
         self.is_leaving = False
@@ -192,10 +191,9 @@ class Host:
         """Whether one more region of this layout fits below the limit."""
         return self.allocated_bytes + self.region_bytes(layout) <= self.reachable_bytes
 
-    def make(self, layout: KVLayout, now_ms: int) -> Region:
+    def make(self, layout: KVLayout) -> Region:
         """A new region, not ready yet."""
         region = Region(self._next_region, layout, self.region_slots(layout))
-        region.planned_since_ms = now_ms
         self._next_region += 1
         self.regions[region.number] = region
         self._of.setdefault(layout, {})[region.number] = region

@@ -117,7 +117,7 @@ class Entry:
         """For each tier a bit: it is there, as far as is known, or on its way there."""
         self.pins = 0  # users that forbid eviction and keep its cells
         self.leases = 0
-        """Its own leases, and the children that are leased: what keeps it from being evicted."""
+        """Its own (of waiting lookups too), and the children that have some."""
         self.tree: radix.Tree = None  # its children that are held
         self.storing: list[Entry] | None = None  # its other children; None for none
         self.is_attached = True
@@ -227,7 +227,7 @@ class Index:
         self.held_chunks = 0
         self.held_tails = 0
         self.leased_bytes = 0
-        """Bytes of all entries that leases keep, each counted once."""
+        """Bytes of all entries that leases and waiting lookups keep, each counted once."""
         self.shown: list[Entry] = []
         """Entries that have become held since somebody last emptied this."""
         self._orders: dict[int, _Order] = {}  # by region; the one freshened last comes last

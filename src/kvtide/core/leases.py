@@ -57,7 +57,7 @@ class Leases:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of the entries that leases and loads keep, each counted once."""
+        """Bytes that leases, loads and lookups that wait for tiers keep, each counted once."""
         return self._index.leased_bytes
 
     def counts(self, engine_id: str | None = None) -> LeaseCounts:
@@ -136,11 +136,14 @@ class Leases:
             self._charged[engine_id] = mine
 
     def check_integrity(
-        self, instances: Mapping[str, Instance], others: Mapping[Entry, int]
+        self,
+        instances: Mapping[str, Instance],
+        looked_for: Mapping[Entry, int],
+        written: Mapping[Entry, int],
     ) -> None:
         """Assert that pins and leases agree, and that whose they are is connected.
 
-        `others`: how often entries are pinned by somebody else.
+        How often entries are pinned by others: as leased by lookups that wait, and by writes.
         """
         for number, lease in self._leases.items():
             instance = instances[lease.engine_id]
@@ -151,14 +154,14 @@ class Leases:
                 mine = charged.get(lease.engine_id, 0)
                 charged[lease.engine_id] = mine + lease.charged_bytes
         assert charged == self._charged, (charged, self._charged)
-        pins: dict[Entry, int] = {}
+        pins = dict(looked_for)
         for lease in self._leases.values():
             pins[lease.entry] = pins.get(lease.entry, 0) + 1
-        for entry in pins.keys() | others.keys():
-            count = pins.get(entry, 0) + others.get(entry, 0)
+        for entry in pins.keys() | written.keys():
+            count = pins.get(entry, 0) + written.get(entry, 0)
             assert entry.pins == count, (entry.pins, count)
         pinned = self._lending.pinned_entries()
-        assert pinned == pins.keys() | others.keys(), "pinned by nobody"
+        assert pinned == pins.keys() | written.keys(), "pinned by nobody"
         kept = dict(pins)
         for entry in pins:
             node: Entry | Root | None = entry.parent

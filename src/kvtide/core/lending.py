@@ -325,9 +325,7 @@ class Lending:
         del self.grants[grant.number]
         del self._grant_of[grant.entry]
         self._behind[grant.entry] = grant
-        is_engines = grant.engine_id != NO_ENGINE
         if grant.entry.is_attached:
-            self.stored_blocks += grant.entry.blocks if is_engines else 0
             shown_before = len(self._index.shown)
             for other in self._index.copied(grant.entry):
                 if other.is_attached and not other.pins:
@@ -336,15 +334,18 @@ class Lending:
             for entry in self._index.shown[shown_before:]:
                 self._no_longer_behind(entry)
         else:
-            self.failed_blocks += grant.entry.blocks if is_engines and not is_returned else 0
-            self._no_longer_behind(grant.entry)
+            self._no_longer_behind(grant.entry, was_planned=not is_returned)
         self._free_if_unused(grant.entry)
         self.on_settled(grant.entry)
 
-    def _no_longer_behind(self, entry: Entry) -> None:
+    def _no_longer_behind(self, entry: Entry, *, was_planned: bool = True) -> None:
         """The entry can be found, or is gone: nobody is charged for it any more."""
-        if (grant := self._behind.pop(entry, None)) is not None:
-            self._count_granted(grant.engine_id, -grant.bytes)
+        if (grant := self._behind.pop(entry, None)) is None:
+            return
+        self._count_granted(grant.engine_id, -grant.bytes)
+        if grant.engine_id != NO_ENGINE:
+            self.stored_blocks += entry.blocks if entry.is_held else 0
+            self.failed_blocks += entry.blocks if was_planned and not entry.is_held else 0
 
     def give_up_silent(self, instances: Mapping[str, Instance], now_ms: int) -> None:
         """Grants that nobody has answered for too long fail; their cells stay lent."""

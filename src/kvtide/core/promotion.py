@@ -24,13 +24,10 @@ class Promotion:
     """One lookup on its way through the tiers, from the first that is asked to the answer."""
 
     __slots__ = (
-        "began_ms",
         "ends_ms",
         "instance",
         "is_asking",
         "is_loading",
-        "kept_bytes",
-        "loaded_bytes",
         "may_go_on",
         "progress_ms",
         "question",
@@ -57,8 +54,6 @@ class Promotion:
         """What its chain is behind."""
         self.trail = trail
         """The chain as far as it has come: held, or on its way."""
-        self.kept_bytes = 0
-        """What it pins that nobody kept before."""
         self.tier = 0
         """The one that is asked, or loaded from, now."""
         self.is_asking = False
@@ -69,12 +64,8 @@ class Promotion:
         """On their way, loaded for this lookup or for one that it joined."""
         self.may_go_on = False
         """A tier has more behind, which only block digests would tell."""
-        self.began_ms = now_ms
-        """When the loads of the present tier began."""
         self.is_loading = False
-        """Whether any of these is this lookup's own, and not of one that it joined."""
-        self.loaded_bytes = 0
-        """Of its own: what has been loaded."""
+        """Whether any of the present tier's is its own, and not of a lookup that it joined."""
         self.ends_ms: int | None = None
         """By when computing would have been quicker; None without clear evidence."""
         self.progress_ms = now_ms

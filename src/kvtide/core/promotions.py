@@ -5,9 +5,9 @@
 
 A chunk being loaded is an entry like one being stored, its cells lent to the tier: it matches once
 it is held, nobody stores it meanwhile, and whoever wants it too waits for the same load. The chain
-is loaded in order, a bounded number of bytes ahead; the deepest entry of it is pinned, so nothing
-of it is evicted before the answer has leased it. Where a load fails, the next tier is asked for
-what is behind the last that did not.
+is loaded in order, a bounded number of bytes ahead; the deepest entry of it is pinned and counts
+as leased, so nothing of it is evicted before the answer has leased it. Where a load fails, the
+next tier is asked for what is behind the last that did not.
 
 What is asked for too long is answered with what is held by then. Running loads go on: their cells
 are the tier's until it says that they ended, and what they bring is there for the next request.
@@ -58,11 +58,10 @@ PROMOTIONS_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """One record on its way from a tier, for the lookup that asked first."""
+    """One record on its way from a tier."""
 
     tier: int
     grant: Grant
-    promotion: Promotion
 
 
 class _Silence:
@@ -116,7 +115,6 @@ class Promotions:
         self._loads: dict[int, _Load] = {}  # by number
         self._loading_bytes = 0
         self._loaded_ms = -CALM_MS
-        self._kept_bytes = 0
         self._choices = [Choice() for _ in tiers]
         self._silences = [_Silence() for _ in tiers]
         self._joined: dict[Entry, list[Promotion]] = {}
@@ -152,26 +150,20 @@ class Promotions:
         self._pass_silent(promotion)
         if promotion.tier == len(self._tiers):
             return False
-        last = trail[-1] if trail else None
-        # What somebody else pins already costs nothing more.
-        more_bytes = self._index.unleased_bytes(last) if last and not last.pins else 0
+        deepest = promotion.deepest
+        more_bytes = self._index.unleased_bytes(deepest) if isinstance(deepest, Entry) else 0
         if not self._may_keep(more_bytes):
             self._cut(CutReason.NO_MEMORY)
             return False
-        self._keep(promotion, more_bytes)
         self._waiting[promotion.name] = promotion
-        self._pin(promotion.deepest)
+        self._keep(deepest)
         self._ask(promotion)
         return True
 
     def _may_keep(self, more_bytes: int) -> bool:
-        """Whether lookups that wait may keep so much more from being evicted."""
-        kept_bytes = self._index.leased_bytes + self._kept_bytes + more_bytes
+        """Whether so much more may be kept from being evicted; what is kept already costs none."""
+        kept_bytes = self._index.leased_bytes + more_bytes
         return not more_bytes or kept_bytes <= self._host.limit_bytes * PINNED_RATIO_MAX
-
-    def _keep(self, promotion: Promotion, more_bytes: int) -> None:
-        promotion.kept_bytes += more_bytes
-        self._kept_bytes += more_bytes
 
     def _pass_silent(self, promotion: Promotion) -> None:
         """Pass over tiers that say nothing, to the next that may answer, or behind the last."""
@@ -202,8 +194,8 @@ class Promotions:
         name, outcome = self._tiers[promotion.tier].name, "found" if records else "absent"
         self._count(f"tier_lookups.{name}.{outcome}", 1)
         promotion.may_go_on = promotion.may_go_on or may_go_on
-        promotion.began_ms, promotion.progress_ms = self._now(), self._now()
-        promotion.is_loading, promotion.loaded_bytes, promotion.ends_ms = False, 0, None
+        promotion.progress_ms = self._now()
+        promotion.is_loading, promotion.ends_ms = False, None
         if self._is_worth_it(promotion, records):
             promotion.todo.extend(records)
         self._advance(promotion)
@@ -228,6 +220,10 @@ class Promotions:
     def _advance(self, promotion: Promotion) -> None:
         """Load as far ahead as may be; once all has ended, ask the next tier, or answer."""
         layout = promotion.instance.layout
+        if not _is_there(promotion.start):  # whatever comes, nobody finds it behind that
+            self._cut(CutReason.TAKEN_AWAY)
+            self._finish(promotion)
+            return
         if layout is None:  # it is off by now: what it would get is of no use
             promotion.todo.clear()
         self._go_back(promotion)
@@ -242,8 +238,8 @@ class Promotions:
                 else:
                     promotion.todo.clear()
                 break
-            self._pin(entry)
-            self._unpin(promotion.deepest)
+            self._keep(entry)
+            self._keep_no_more(promotion.deepest)
             promotion.trail.append(entry)
             if not entry.is_copied:  # what is copied waits for one before it, as we do
                 promotion.running.add(entry)
@@ -264,19 +260,18 @@ class Promotions:
             self._finish(promotion)
 
     def _go_back(self, promotion: Promotion) -> None:
-        """Where a load has failed, return to the deepest entry that is there."""
+        """Where a load has failed, return to the deepest that is there, the start at worst."""
         before, trail = promotion.deepest, promotion.trail
         while trail and not trail[-1].is_attached:
             trail.pop()
         if promotion.deepest is not before:
-            self._pin(promotion.deepest)
-            self._unpin(before)
+            self._keep(promotion.deepest)
+            self._keep_no_more(before)
 
     def _measure(self, promotion: Promotion) -> None:
-        """What was loaded for a lookup, and how long that took, tells how quick the tier is."""
+        """Loads of a lookup tell how quick the tier is; those that it joined are another's."""
         if promotion.is_loading:
-            took_ms = max(1, self._now() - promotion.began_ms)
-            self._choices[promotion.tier].loading.add(promotion.loaded_bytes, took_ms)
+            self._choices[promotion.tier].measure(self._now())
             promotion.is_loading = False
 
     def _entry_of(self, promotion: Promotion, record: Record) -> Entry | None:
@@ -284,11 +279,16 @@ class Promotions:
         parent = promotion.deepest
         known = self._index.find(record.key)
         if known is not None:
-            if isinstance(known, Entry) and known.parent is parent:
-                return known
+            if not isinstance(known, Entry) or known.parent is not parent:
+                self._cut(CutReason.TAKEN_AWAY)
+                return None
+            if not self._may_keep(self._index.unleased_bytes(known)):
+                self._cut(CutReason.NO_MEMORY)
+                return None
+            return known
+        if record.parent != parent.key:
+            self._cut(CutReason.TAKEN_AWAY)
             return None
-        if record.parent != parent.key or not _is_there(parent):
-            return None  # what was loaded before it has failed
         bound = int(self._host.limit_bytes * PROMOTING_RATIO_MAX)
         if self._loading_bytes + record.payload_bytes > bound and self._loads:
             self._cut(CutReason.NO_MEMORY)
@@ -305,9 +305,9 @@ class Promotions:
                 self._cut(CutReason.NO_MEMORY)
             return None
         number = self._take_number()
-        self._loads[number] = _Load(promotion.tier, grant, promotion)
+        self._loads[number] = _Load(promotion.tier, grant)
+        self._choices[promotion.tier].began(number, self._now())
         self._loading_bytes += grant.bytes
-        self._keep(promotion, grant.bytes)
         promotion.is_loading = True
         self._emit(LoadFrom(promotion.tier, number, record, entry.run))
         return entry
@@ -319,7 +319,7 @@ class Promotions:
         self._loaded_ms = self._now()
         self._silences[load.tier].end()
         loaded_bytes = load.grant.bytes if is_ok else 0
-        load.promotion.loaded_bytes += loaded_bytes
+        self._choices[load.tier].ended(number, loaded_bytes, self._now())
         name = self._tiers[load.tier].name
         self._count(f"tier_loads.{name}.{outcome}", 1)
         self._count(f"tier_loaded_bytes.{name}", loaded_bytes)
@@ -347,6 +347,7 @@ class Promotions:
     def _finish(self, promotion: Promotion) -> None:
         """Answer with what is held; only then may it be evicted again."""
         self._waiting.pop(promotion.name)
+        self._unlease(promotion.deepest)  # in the lease of the answer it counts as the engine's
         self.answer(promotion)
         self._let_go(promotion)
 
@@ -357,7 +358,6 @@ class Promotions:
                 del self._joined[entry]
         promotion.running.clear()
         promotion.todo.clear()
-        self._kept_bytes -= promotion.kept_bytes
         self._unpin(promotion.deepest)
 
     def _tell(self, promotion: Promotion) -> None:
@@ -402,15 +402,27 @@ class Promotions:
     def forget(self, engine_id: str) -> None:
         """The scheduler's connection has ended: nobody waits any more."""
         for name in [name for name in self._waiting if name.engine_id == engine_id]:
-            self._let_go(self._waiting.pop(name))
+            promotion = self._waiting.pop(name)
+            self._unlease(promotion.deepest)
+            self._let_go(promotion)
 
     def _cut(self, reason: CutReason) -> None:
         """A lookup gets less than tiers have."""
         self._count(f"promotions.{reason}", 1)
 
-    def _pin(self, holder: Entry | Root) -> None:
+    def _keep(self, holder: Entry | Root) -> None:
+        """It and what it hangs on is not evicted, and counts as leased."""
         if isinstance(holder, Entry):
+            self._index.lease(holder)
             self._lending.pin(holder)
+
+    def _keep_no_more(self, holder: Entry | Root) -> None:
+        self._unlease(holder)
+        self._unpin(holder)
+
+    def _unlease(self, holder: Entry | Root) -> None:
+        if isinstance(holder, Entry):
+            self._index.unlease(holder)
 
     def _unpin(self, holder: Entry | Root) -> None:
         if isinstance(holder, Entry):
@@ -428,8 +440,6 @@ class Promotions:
     def check_integrity(self, instances: Mapping[str, Instance]) -> None:
         """Assert that whoever waits is there, and waits for something that will end."""
         asked = set(map(id, self._asked.values()))
-        kept_bytes = sum(promotion.kept_bytes for promotion in self._waiting.values())
-        assert kept_bytes == self._kept_bytes, (kept_bytes, self._kept_bytes)
         for name, promotion in self._waiting.items():
             assert promotion.name == name, (promotion.name, name)
             instance = instances[name.engine_id]
@@ -459,7 +469,9 @@ def _is_short(question: Question, matched: Matched) -> bool:
 
 
 def _is_there(holder: Entry | Root) -> bool:
-    return holder.is_attached if isinstance(holder, Entry) else not holder.is_cleared
+    """Whether what is behind it can be found."""
+    is_attached = holder.is_attached if isinstance(holder, Entry) else True
+    return is_attached and not holder.root.is_cleared
 
 
 def _answer_nobody(promotion: Promotion) -> None:

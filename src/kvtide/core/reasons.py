@@ -115,6 +115,8 @@ class CutReason(enum.StrEnum):
     """the tier had left five lookups waiting, and is left alone for a while"""
     SLOWER_THAN_COMPUTE = "slower_than_compute"
     """computing was known to be quicker than loading"""
+    TAKEN_AWAY = "taken_away"
+    """something of the chain was cleared or moved meanwhile, or is cleared and not gone yet"""
 
 
 class EvictCause(enum.StrEnum):

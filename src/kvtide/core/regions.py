@@ -1,7 +1,7 @@
 """How regions come, open, move and go: the traffic around `Host`.
 
-    planned ─► MakeRegion ─► made ─► SendRegion to every worker ─► opened (mapped and populated)
-       └─ put off while tiers load, unless it is needed
+    wanted ─► MakeRegion ─► made ─► SendRegion to every worker ─► opened (mapped and populated)
+       └─ put off while tiers load, unless it is needed: nothing counts as taken for it then
     advance: leaving ─► nothing lent or leased ─► RegionLeave ─► left ─► FreeRegion
 
 A worker holds a region from the offer on (it may be mapping it) until it says that it has left, or
@@ -46,7 +46,7 @@ class Regions:
         self._lending = lending
         self._leases = leases
         self._emit = emit
-        self._planned: list[Region] = []
+        self._wanted_since_ms: dict[KVLayout, int] = {}  # by layouts that want a region
         self._workers: dict[int, Worker] = {}  # every worker that may hold a region
 
     # ---- growing and shrinking
@@ -68,33 +68,32 @@ class Regions:
         """
         host = self._host
         host.forget_refusal(now_ms)
-        for layout in sorted(layouts, key=host.held_bytes):
-            if not host.wants_region(layout):
+        wanting = [layout for layout in layouts if host.wants_region(layout)]
+        before_ms = self._wanted_since_ms
+        self._wanted_since_ms = {layout: before_ms.get(layout, now_ms) for layout in wanting}
+        for layout in sorted(wanting, key=host.held_bytes):
+            if self._is_put_off(layout, now_ms, chunks_to_load):
                 continue
             # An empty region is gone at once, and the next may go; for another surplus() waits.
             while not host.has_room(layout) and (region := host.surplus(layout, now_ms)):
                 self._give_up(region, now_ms)
             if host.has_room(layout):
-                self._planned.append(host.make(layout, now_ms))
+                region = host.make(layout)
+                self._emit(MakeRegion(region.number, layout, region.cells.cell_count))
             elif host.is_making_room(now_ms):
                 break
         while host.allocated_bytes > host.limit_bytes and (region := host.surplus(None, now_ms)):
             self._give_up(region, now_ms)
-        if self._planned:
-            self._make_due(now_ms, chunks_to_load)
 
-    def _make_due(self, now_ms: int, chunks_to_load: Callable[[KVLayout], int] | None) -> None:
-        regions, self._planned = self._planned, []
-        for region in regions:
-            layout = region.layout
-            if (
-                chunks_to_load is None
-                or self._host.free_chunks(layout) <= chunks_to_load(layout)
-                or now_ms - region.planned_since_ms >= PUT_OFF_MS_MAX
-            ):
-                self._emit(MakeRegion(region.number, layout, region.cells.cell_count))
-            else:
-                self._planned.append(region)
+    def _is_put_off(
+        self, layout: KVLayout, now_ms: int, chunks_to_load: Callable[[KVLayout], int] | None
+    ) -> bool:
+        """Whether a region that the layout wants is for later."""
+        return (
+            chunks_to_load is not None
+            and self._host.free_chunks(layout) > chunks_to_load(layout)
+            and now_ms - self._wanted_since_ms[layout] < PUT_OFF_MS_MAX
+        )
 
     def made(self, number: int, now_ms: int) -> None:
         """The memory is there; workers are offered it next."""
@@ -259,9 +258,6 @@ class Regions:
     def check_integrity(self, instances: Collection[Instance]) -> None:
         """Assert that only living workers have regions, and that what is open is mapped by all."""
         living = {w.number: w for instance in instances for w in instance.workers.values()}
-        for region in self._planned:
-            assert self._host.regions[region.number] is region, f"{region.number} is forgotten"
-            assert not region.is_ready, f"region {region.number} was never asked for"
         for number, worker in self._workers.items():
             assert living.get(number) is worker, f"worker {number} has died"
         for number, region in self._host.regions.items():

@@ -98,11 +98,15 @@ def _late(opening: "Opening", wake: Callable[[], None]) -> Tier:
     return LateTier(opening.entry.name, opening, wake)
 
 
+def _nothing(tier: Tier) -> None:
+    """For a tier that nobody has asked anything of."""
+
+
 class Opening:
     """Opens a place on a thread of its own: a mount that hangs must not keep the node from
     serving, nor must code of another package that does.
 
-    Ownership: `_tier`, `_error` and `_is_given_up` under `_lock`. A thread that hangs is left
+    Ownership: `_tier`, `_error` and `_at_last` under `_lock`. A thread that hangs is left
     behind; should it come back, it closes what it has opened.
     """
 
@@ -114,7 +118,7 @@ class Opening:
         self._lock = threading.Lock()
         self._tier: Tier | None = None
         self._error: Exception | None = None
-        self._is_given_up = False
+        self._at_last: Callable[[Tier], None] | None = None  # there once nobody wants the tier
         self._until_s = time.monotonic() + OPEN_S_MAX
         self._thread = threading.Thread(target=self._open, name="kvtide-open", daemon=True)
         try:
@@ -127,9 +131,12 @@ class Opening:
 
     def wait(self) -> Tier | None:
         """The tier, None where it takes too long; what kept it from being opened is raised."""
-        if self._error is None:
-            self._thread.join(max(0.0, self._until_s - time.monotonic()))
+        self._join(self._until_s - time.monotonic())
         return self.opened()
+
+    def _join(self, timeout_s: float) -> None:
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(max(0.0, timeout_s))
 
     def opened(self) -> Tier | None:
         """The tier, None while it is not open; what kept it from being opened is raised."""
@@ -138,10 +145,16 @@ class Opening:
                 raise self._error
             return self._tier
 
-    def take_back(self) -> Tier | None:
-        """The tier, if it is open: the caller's to close. Else it is closed as soon as it is."""
+    def take_back(
+        self, timeout_s: float = 0.0, at_last: Callable[[Tier], None] = _nothing
+    ) -> Tier | None:
+        """The tier, if it is open within this time: the caller's to close.
+
+        Else it is closed as soon as it is, after `at_last`.
+        """
+        self._join(timeout_s)
         with self._lock:
-            self._is_given_up = True
+            self._at_last = at_last
             tier, self._tier = self._tier, None
         return tier
 
@@ -155,12 +168,13 @@ class Opening:
             logger.exception("a fault in kvtide, or in a tier of another package")
             error = ConfigError(f"the tier {self.entry.shown} cannot be opened: {fault!r}")
         with self._lock:
-            is_wanted = not self._is_given_up
-            if is_wanted:
+            at_last = self._at_last
+            if at_last is None:
                 self._tier, self._error = tier, error
-        if is_wanted:
+        if at_last is None:
             self._wake()
         elif tier is not None:
+            at_last(tier)
             tier.close(CLOSE_S_MAX)
 
     def _opened(self) -> Tier:

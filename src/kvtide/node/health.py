@@ -2,8 +2,9 @@
 
 A tier says of itself whether its breaker is open. What it does not see is that each job ends badly
 for a reason of its own (a password, a full server, a limit on sizes) with a success nowhere. So
-outcomes are looked at from outside: where none has been good for two minutes, though some were
-bad, the state says so. A state that lasts says for how long.
+outcomes are looked at from outside, loads and stores apart, since either may work without the
+other: where bad ones came for two minutes and no good one between, the state says so, until one is
+good. A state that lasts says for how long.
 
 Ownership: the node's owner thread.
 """
@@ -27,23 +28,53 @@ _BAD_STORES = (
 )
 
 
+class _Kind:
+    """Of all loads of a tier, or of all its stores: whether any has been good lately."""
+
+    def __init__(self, noun: str, good: tuple[str, ...], bad: tuple[str, ...]) -> None:
+        self._noun = noun
+        self._good_names = good
+        self._bad_names = bad
+        self._good = 0
+        self._bad = self._bad_before = dict.fromkeys(bad, 0)
+        """By outcome, now and when the last good one was seen."""
+        self._since_ms = self._last_ms = 0
+        """When the first bad one since then was seen, and the last."""
+
+    def look(self, outcomes: dict[str, int], now_ms: int) -> None:
+        """All outcomes so far, at this time."""
+        good = sum(outcomes.get(name, 0) for name in self._good_names)
+        bad = {name: outcomes.get(name, 0) for name in self._bad_names}
+        if good > self._good:
+            self._bad_before, self._since_ms, self._last_ms = bad, now_ms, now_ms
+        elif bad != self._bad:
+            if self._bad == self._bad_before:
+                self._since_ms = now_ms
+            self._last_ms = now_ms
+        self._good, self._bad = good, bad
+
+    def fault(self, now_ms: int) -> str:
+        """What is wrong, for people; empty where nothing is known to be."""
+        if self._last_ms - self._since_ms < NO_SUCCESS_MS:
+            return ""
+        counts = {name: count - self._bad_before[name] for name, count in self._bad.items()}
+        worst = max(counts, key=lambda name: counts[name])
+        lasts = _minutes(now_ms - self._since_ms)
+        return f"no {self._noun} has worked for {lasts}, most of it {worst}"
+
+
 class Health:
     """Of one tier."""
 
     def __init__(self) -> None:
-        self._good = self._bad = 0
-        self._bad_since_ms: int | None = None
+        self._loads = _Kind("load", _GOOD_LOADS, _BAD_LOADS)
+        self._stores = _Kind("store", _GOOD_STORES, _BAD_STORES)
         self._off_since_ms: int | None = None
 
     def look(self, numbers: TierStatistics, now_ms: int) -> None:
         """Its numbers, at this time."""
-        good = _sum(numbers.loaded, _GOOD_LOADS) + _sum(numbers.stored, _GOOD_STORES)
-        bad = _sum(numbers.loaded, _BAD_LOADS) + _sum(numbers.stored, _BAD_STORES)
-        if good > self._good:
-            self._bad_since_ms = None
-        elif bad > self._bad and self._bad_since_ms is None:
-            self._bad_since_ms = now_ms
-        self._good, self._bad = good, bad
+        self._loads.look(numbers.loaded, now_ms)
+        self._stores.look(numbers.stored, now_ms)
         if numbers.state == ON:
             self._off_since_ms = None
         elif self._off_since_ms is None:
@@ -54,17 +85,8 @@ class Health:
         if numbers.state != ON:
             lasts_ms = 0 if self._off_since_ms is None else now_ms - self._off_since_ms
             return numbers.state + (f", for {_minutes(lasts_ms)}" if lasts_ms >= LASTS_MS else "")
-        since_ms = self._bad_since_ms
-        if since_ms is None or now_ms - since_ms < NO_SUCCESS_MS:
-            return ON
-        bad = {str(name): numbers.loaded.get(name, 0) for name in _BAD_LOADS}
-        bad |= {str(name): numbers.stored.get(name, 0) for name in _BAD_STORES}
-        worst = max(bad, key=lambda name: bad[name])
-        return f"nothing has worked for {_minutes(now_ms - since_ms)}, most of it {worst}"
-
-
-def _sum(outcomes: dict[str, int], names: "tuple[str, ...]") -> int:
-    return sum(outcomes.get(name, 0) for name in names)
+        faults = (self._loads.fault(now_ms), self._stores.fault(now_ms))
+        return "; ".join(fault for fault in faults if fault) or ON
 
 
 def _minutes(ms: int) -> str:

@@ -4,13 +4,14 @@
                      └── cannot be opened: stays as it is, and says why
 
 What is cleared meanwhile is not known to the place, so it is cleared as soon as it is open, before
-anybody finds something in it.
+anybody finds something in it: also where the node ends before, which waits for it as for a store.
 
 Ownership: the node's owner's thread, as every tier; what the opening thread has to say it asks of
-`Opening`.
+`Opening`. After `close` the clears are the opening thread's.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -42,8 +43,11 @@ class Coming(Protocol):
     def opened(self) -> Tier | None:
         """The tier, None while it is not open; what kept it from being opened is raised."""
 
-    def take_back(self) -> Tier | None:
-        """The tier, if it is open: the caller's to close. Else it is closed as soon as it is."""
+    def take_back(self, timeout_s: float, at_last: Callable[[Tier], None]) -> Tier | None:
+        """The tier, if it is open within this time: the caller's to close.
+
+        Else it is closed as soon as it is, after `at_last`.
+        """
 
 
 class LateTier:
@@ -130,10 +134,20 @@ class LateTier:
         return TierStatistics(self._state, 0, 0, 0, 0)
 
     def close(self, timeout_s: float) -> None:
-        tier = self._tier if self._coming is None else self._coming.take_back()
+        until_s = time.monotonic() + timeout_s
+        tier = self._tier
+        if self._coming is not None:
+            wait_s = timeout_s / 2 if self._clears else 0.0  # the rest is for doing it
+            tier = self._coming.take_back(wait_s, self._clear)
         if tier is not None:
             self._clear(tier)
-            tier.close(timeout_s)
+            tier.close(max(0.0, until_s - time.monotonic()))
+        elif self._clears:
+            logger.warning(
+                "the tier %s was not open when it was cleared, nor at the end: clear again once"
+                " it is, else what was to be cleared may be found there",
+                self.name,
+            )
 
     def _clear(self, tier: Tier) -> None:
         """What was cleared while it was not open is found by nobody."""

@@ -9,7 +9,7 @@ follows from regions, grants, leases and the chains that these keep.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kvtide.core.index import Entry, Root
@@ -169,21 +169,24 @@ def _bytes(machine: Machine) -> dict[str, Any]:
 
 def _storing_bytes(machine: Machine) -> int:
     """Bytes of entries that are not held yet: those with a grant, and the copied behind them."""
-    total = 0
+    return sum(map(_size_bytes, _storing(machine)))
+
+
+def _storing(machine: Machine) -> Iterator[Entry]:
     for grant in machine.lending.grants.values():
         entry = grant.entry
-        if not entry.is_attached or entry.parent is None or not entry.parent.is_held:
-            continue  # detached, or counted with the first of its chain
-        total += sum(map(_size_bytes, [entry, *machine.index.below(entry)]))
-    return total
+        if entry.is_attached and entry.parent is not None and entry.parent.is_held:
+            yield entry  # the first of its chain that is not held
+            yield from machine.index.below(entry)
 
 
 def _evictable_bytes(machine: Machine, held_bytes: int) -> int:
     """Bytes of held entries that no lease, write, waiting lookup or entry being stored keeps, or
     one below."""
     index, lending = machine.index, machine.lending
+    not_held = itertools.chain(lending.loose, _storing(machine))
     kept_bytes = index.leased_bytes
-    kept_bytes -= sum(_size_bytes(entry) for entry in lending.loose if entry.leases)
+    kept_bytes -= sum(_size_bytes(entry) for entry in not_held if entry.leases)
     seen: set[Entry] = set()
     keepers: list[Entry | Root | None] = [g.entry.parent for g in lending.grants.values()]
     keepers += [*machine.writes.pinned(), *machine.promotions.pinned()]

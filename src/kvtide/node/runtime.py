@@ -21,6 +21,7 @@ import os
 import traceback
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from kvtide.clock import Clock
@@ -278,14 +279,17 @@ class Runtime:
             self._events.popleft()
 
     def _give_up(self, at: str) -> None:
-        """Never go on with a state that is not believed: engines find or start another node."""
+        """Never go on with a change that broke off: engines find or start another node."""
+        self._log_broken(at)
+        self.stop("its state is broken", on_purpose=False, exit_code=EXIT_FAULT)
+
+    def _log_broken(self, at: str) -> None:
         logger.critical(
             "the node's state is broken, seen at %s; counts %s\n%s",
             at,
             self.machine.counts,
             traceback.format_exc(),
         )
-        self.stop("its state is broken", on_purpose=False, exit_code=EXIT_FAULT)
 
     # ---- out
 
@@ -395,16 +399,23 @@ class Runtime:
         except Exception:
             self._loop.call_soon(self._give_up, "clear")
             return m.CommandAnswer({}, error="the node's state is broken; it ends")
-        logger.info("cleared %d entries", cleared)
-        return m.CommandAnswer({"entries": cleared})
+        tiers = {name: asdict(one) for name, one in self._tiers.cleared.items()}
+        below = "".join(f", {name}: {one}" for name, one in tiers.items())
+        logger.info("cleared %d entries of memory%s", cleared, below)
+        return m.CommandAnswer({"entries": cleared, "tiers": tiers})
 
     def _check(self) -> m.CommandAnswer:
+        """Look, and say what was seen; the node goes on either way.
+
+        What a change needs to be right is asserted where it is made, and ends the node there; the
+        check may be what is wrong. So whoever asked decides, with the evidence still there.
+        """
         try:
             self.machine.check_integrity()
         except MemoryError:
             return m.CommandAnswer({}, error="there is too little memory to check the state")
         except Exception as error:
-            self._loop.call_soon(self._give_up, "check")
+            self._log_broken("check")
             return m.CommandAnswer({}, error=f"the node's state is broken: {error}"[:1000])
         return m.CommandAnswer({"entries": len(self.machine.index.entries)})
 

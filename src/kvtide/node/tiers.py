@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias, assert_never
 
 from kvtide.core import effects as fx
@@ -96,6 +96,14 @@ class _Account:
                 assert_never(done)
 
 
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """What came of a clear in one tier: how many records it says it had, and its state by then."""
+
+    records: int
+    state: str
+
+
 class Tiers:
     """All tiers of the node, in the order in which the machine numbers them."""
 
@@ -110,6 +118,8 @@ class Tiers:
         self._cells = cells
         self._feed = feed
         self._now_ms = self._looked_ms = 0
+        self.cleared: dict[str, Cleared] = {}
+        """What came of the last clear, by tier."""
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -139,9 +149,7 @@ class Tiers:
     def carry_out(self, effect: TierEffect) -> None:
         """Hand a job over; its end comes by `poll`."""
         if isinstance(effect, fx.ClearTiers):
-            for account in self._accounts:  # also those that are off: their next start finds all
-                with self._calling(account):
-                    account.tier.clear(effect.salt_digest, effect.fingerprint)
+            self._clear(effect)
             return
         account = self._accounts[effect.tier]
         if account.is_off:
@@ -155,6 +163,14 @@ class Tiers:
             return
         with self._calling(account):
             account.submit(job)
+
+    def _clear(self, effect: fx.ClearTiers) -> None:
+        for account in self._accounts:  # also those that are off: their next start finds all
+            records = 0
+            with self._calling(account):
+                records = int(account.tier.clear(effect.salt_digest, effect.fingerprint))
+            self._look(account)
+            self.cleared[account.tier.name] = Cleared(records, account.numbers.state)
 
     def _job(self, effect: JobEffect) -> Job:
         match effect:

@@ -193,7 +193,7 @@ class Tier(Protocol):
 
     def clear(self, salt_digest: bytes | None, fingerprint: bytes | None = None) -> int:
         """Take away records: of one salt (empty: of requests without one), of one fingerprint, of
-        both, or all where both are None; how many there were.
+        both, or all where both are None; how many there were, as far as it knows by then.
 
         None of them is found from now on, nor after a restart or a kill, where the place takes
         note of it within a fifth of a second: for so long this call may block, as no other does.
