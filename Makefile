@@ -23,10 +23,11 @@ check: setup
 
 test: setup
 	@scripts/check
-	@$(PYTHON) -m pytest -m '(engine or long or hypothesis) and not slow'
+	@$(PYTHON) -m pytest -n 3 --dist loadfile -m '(long or hypothesis) and not engine and not slow'
+	@$(PYTHON) -m pytest -m 'engine and not slow'
 
 bench: setup
-	@$(PYTHON) -m benchmarks
+	@$(PYTHON) -m benchmarks; code=$$?; $(PYTHON) scripts/make_docs; exit $$code
 
 clean:
 	rm -rf .venv .venv-lmcache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info

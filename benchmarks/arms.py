@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks import lmcache_server
 from benchmarks.hook_reports import REPORTS
 from benchmarks.lmcache_server import LMCacheServer, files_below, resp_below, run_server
-from benchmarks.outside import Directory, Outside, Valkey
-from kvtide.testing import redis_servers
+from benchmarks.outside import Bucket, Directory, Outside, Valkey
+from kvtide.testing import object_servers, redis_servers
 from kvtide.testing.nodes import stop_nodes
 from kvtide.testing.serving import KVTIDE, SMOLLM2, ServedEngine, environment
 
@@ -38,6 +38,7 @@ class Arm(enum.Enum):
     KVTIDE = "kvtide"
     KVTIDE_DISK = "kvtide with a disk"
     KVTIDE_REDIS = "kvtide with Valkey"
+    KVTIDE_S3 = "kvtide with S3 (rclone)"
     KVTIDE_SHARED = "kvtide with shared_dir"
     KVTIDE_TIMED = "kvtide, its hooks timed"
 
@@ -153,6 +154,16 @@ def _kvtide_redis(setting: Setting) -> Iterator[ServedEngine]:
             yield engine
 
 
+@contextlib.contextmanager
+def _kvtide_s3(setting: Setting) -> Iterator[ServedEngine]:
+    with object_servers.running("rclone", setting.directory / "rclone") as server:
+        setting.running.places[Arm.KVTIDE_S3] = Bucket(server)
+        url, keys = f"s3://{object_servers.BUCKET}", str(server.write_keys())
+        settings = _tier(type="s3", url=url, endpoint=server.endpoint, credentials_file=keys)
+        with _with_node(setting, Arm.KVTIDE_S3, KVTIDE, settings) as engine:
+            yield engine
+
+
 def _tier(**entry: str) -> dict[str, str]:
     return {"tiers": json.dumps([{**entry, "bytes_max": PLACE_BYTES}])}
 
@@ -235,6 +246,7 @@ _ARMS = {
     Arm.KVTIDE: _kvtide,
     Arm.KVTIDE_DISK: _kvtide_disk,
     Arm.KVTIDE_REDIS: _kvtide_redis,
+    Arm.KVTIDE_S3: _kvtide_s3,
     Arm.KVTIDE_SHARED: _kvtide_shared,
     Arm.KVTIDE_TIMED: _kvtide_timed,
 }

@@ -4,8 +4,8 @@ In its multiprocess mode, the worker copying (`engine_driven`) through shared me
 of its modes on a CPU, from an environment of its own (scripts/setup_lmcache), with its log and its
 metrics quiet.
 
-With a place below, which one of its adapters keeps (`files_below`, `resp_below`), it keeps in
-memory what it has read (`retain`). `clear` empties that memory: the next hit comes from
+With a place below, which one of its adapters keeps (`files_below`, `resp_below`, `s3_below`), it
+keeps in memory what it has read (`retain`). `clear` empties that memory: the next hit comes from
 the place.
 
 Rejected: `skip_l1`, which never keeps anything in memory. A request that hits in the engine's own
@@ -117,6 +117,19 @@ def files_below(name: str, files: Path) -> Mapping[str, object]:
 def resp_below(port: int) -> Mapping[str, object]:
     """The adapter, in C++, that keeps values on a Redis or Valkey server."""
     return {"type": "resp", "host": LOOPBACK, "port": port}
+
+
+def s3_below(port: int, access_key: str, secret_key: str) -> Mapping[str, object]:
+    """The adapter that keeps objects in a bucket, which it names in the host's name alone."""
+    return {
+        "type": "s3",
+        "s3_endpoint": f"{LOOPBACK}:{port}",
+        "s3_region": "us-east-1",
+        "disable_tls": True,
+        "s3_prefer_http2": False,
+        "aws_access_key_id": access_key,
+        "aws_secret_access_key": secret_key,
+    }
 
 
 def require_lmcache() -> None:

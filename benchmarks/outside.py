@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kvtide.testing.redis_servers import Server
+from kvtide.testing import object_servers, redis_servers
 
 
 class Outside(Protocol):
@@ -38,7 +38,7 @@ class Directory:
 class Valkey:
     """A server."""
 
-    server: Server
+    server: redis_servers.Server
 
     def read_bytes(self, pids: Iterable[int]) -> int:
         """All that it has sent, as it counts it."""
@@ -52,3 +52,22 @@ class Valkey:
         found = self.server.ask(b"DBSIZE")
         assert isinstance(found, int), found
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """On a server of one process, which keeps objects as files."""
+
+    server: object_servers.Server
+
+    def read_bytes(self, pids: Iterable[int]) -> int:
+        """All that it has written, to sockets and files, as the kernel counts it: while nothing is
+        put there, what it has sent."""
+        del pids
+        (process,) = self.server.processes
+        lines = Path(f"/proc/{process.pid}/io").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("wchar:"))
+
+    def chunk_count(self) -> int:
+        bucket = self.server.directory / "data" / object_servers.BUCKET
+        return len([path for path in bucket.rglob("*") if path.is_file()])

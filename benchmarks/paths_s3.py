@@ -3,10 +3,13 @@
     python -m benchmarks.paths_s3 [--quick] [--server rclone|moto|radosgw]
 
 A plain loop puts and gets an object for each record by obstore, so many at a time, and copies what
-it got to where it is wanted; nothing is proven, listed or counted. One cuts each record into
-objects as the tier does, which go by several connections. boto3 is used as its manual shows, by a
-thread for each record that is under way. These delete what is two rounds old. The servers are
-those that tests run on, beside it on the same machine: they, not the client, are most of what is
+it got to where it is wanted; nothing is proven, listed or counted. One cuts records into objects
+as the tier does, which go by several connections. boto3 is used as its manual shows, by a
+thread for each record that is under way. These delete what is two rounds old. LMCache's adapter
+`s3`, by the client awscrt, runs in a process of its own on a server of its own, since it looks for
+the bucket in the host's name alone; and not with records that awscrt sends by multipart upload,
+because rclone's answer to that is not as it expects ("Upload Id not found"). The servers are those
+that tests run on, beside it on the same machine: they, not the client, are most of what is
 measured. How they are compared, and what is shown, says benchmarks/places.py.
 
 `--quick` measures few rounds, of one size alone, and decides nothing.
@@ -15,17 +18,21 @@ measured. How they are compared, and what is shown, says benchmarks/places.py.
 import asyncio
 import sys
 import tempfile
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import obstore
 from obstore.store import S3Store
 
+from benchmarks.lmcache_arm import Adapter
+from benchmarks.lmcache_server import s3_below
 from benchmarks.paths_disk import as_in_the_node
 from benchmarks.places import (
     DEPTHS,
+    FULL,
     HEAD,
     HELD_ROUNDS,
     ROUND_BYTES,
@@ -48,11 +55,18 @@ from kvtide.tiers.s3.names import PART_BYTES
 from kvtide.units import KiB, MiB
 
 CLIENT: dict[str, Any] = {"allow_http": True, "http1_only": True}
+ROUNDS = 12
+"""Fewer than elsewhere: a gigabyte that is put costs the server five seconds of a core."""
 TIER_ROUNDS = 8
 """What the tier holds: it claims room for a thirty-second part at once, which takes five requests,
 and real caps are thousands of times as large."""
+IN_MEMORY = "/dev/shm"
+"""Where servers have their files: drives are not what is measured."""
 CAP_BYTES_MIN = 64 * MiB
 """No tier takes a smaller one."""
+LMCACHE_BYTES_MAX = 8 * MiB
+"""Longer records awscrt sends by multipart upload."""
+WHY_WITHOUT = "whose client gets along with rclone alone, and without multipart uploads"
 
 
 class Objects(Here):
@@ -178,9 +192,7 @@ class Popular(Here):
 class ReadyTier(Tier):
     """It has looked at the bucket: before that it stores nothing."""
 
-    def __init__(self, server: Server, keys: Path, memory: Memory, piece_bytes: int) -> None:
-        lines = (f"aws_access_key_id = {ACCESS_KEY}", f"aws_secret_access_key = {SECRET_KEY}")
-        keys.write_text("\n".join(["[default]", *lines]))
+    def __init__(self, server: Server, memory: Memory, piece_bytes: int) -> None:
         record_bytes = piece_bytes + 8 * KiB
         cap_bytes = TIER_ROUNDS * len(memory.view) // piece_bytes * record_bytes
         cap_bytes = max(cap_bytes, CAP_BYTES_MIN)
@@ -188,9 +200,9 @@ class ReadyTier(Tier):
             memory,
             piece_bytes,
             type="s3",
-            url=f"s3://{BUCKET}/{keys.name}",
+            url=f"s3://{BUCKET}",
             endpoint=server.endpoint,
-            credentials_file=str(keys),
+            credentials_file=str(server.write_keys()),
             bytes_max=cap_bytes,
         )
         while self._tier.statistics().state != "on":
@@ -199,17 +211,33 @@ class ReadyTier(Tier):
             self._tier.poll()
 
 
-def arms_of(server: Server, memory: Memory, piece_bytes: int) -> Arms:
-    """All for one size."""
-    plain: dict[str, Arm] = {
-        "plain": Objects(server, "plain", memory, piece_bytes, piece_bytes),
-        "plain, cut": Objects(server, "cut", memory, piece_bytes, PART_BYTES),
-    }
+@contextmanager
+def bucket_in_hosts_name(directory: Path) -> Iterator[Server]:
+    """A server of rclone that looks for the bucket there: of 127.0.0.1 it is the first number."""
+    (directory / "data" / "127").mkdir(parents=True)
+    server = object_servers.rclone(directory)
+    server.commands[0].append("--force-path-style=false")
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def arms_of(server: Server, hosted: Server | None, memory: Memory, piece_bytes: int) -> Arms:
+    """All for one size; LMCache on the second server."""
+    others: dict[str, Arm] = {"boto3": Popular(server, memory, piece_bytes)}
+    if hosted is not None:
+        below = s3_below(hosted.port, ACCESS_KEY, SECRET_KEY)
+        others["LMCache s3"] = Adapter(below, piece_bytes, hosted.directory / "lmcache.log")
+    plain: dict[str, Arm] = {"plain": Objects(server, "plain", memory, piece_bytes, piece_bytes)}
+    if piece_bytes > PART_BYTES:  # else it is the same
+        plain["plain, cut"] = Objects(server, "cut", memory, piece_bytes, PART_BYTES)
     return Arms(
         plain,
         again=Objects(server, "again", memory, piece_bytes, piece_bytes),
-        tier=ReadyTier(server, server.directory / f"tier{piece_bytes}", memory, piece_bytes),
-        others={"boto3": Popular(server, memory, piece_bytes)},
+        tier=ReadyTier(server, memory, piece_bytes),
+        others=others,
     )
 
 
@@ -219,11 +247,16 @@ def run(program: str, extent: Extent, memory: Memory) -> list[Cell]:
     rounds = f"rounds of {ROUND_BYTES // MiB} MiB, medians of {extent.rounds}"
     print(f"{program}, {rounds}\n{HEAD}")
     for piece_bytes in extent.sizes:
-        with (
-            tempfile.TemporaryDirectory(prefix="kvtide-bench-") as directory,
-            object_servers.running(program, Path(directory)) as server,
-            closing(arms_of(server, memory, piece_bytes)) as arms,
-        ):
+        with ExitStack() as stack:
+            files = tempfile.TemporaryDirectory(prefix="kvtide-bench-", dir=IN_MEMORY)
+            below = Path(stack.enter_context(files))
+            server = stack.enter_context(object_servers.running(program, below / "server"))
+            hosted = None
+            if program == "rclone" and piece_bytes <= LMCACHE_BYTES_MAX:
+                hosted = stack.enter_context(bucket_in_hosts_name(below / "hosted"))
+            else:
+                print(f"{piece_bytes // MiB:>4} MiB: without LMCache s3, {WHY_WITHOUT}")
+            arms = stack.enter_context(closing(arms_of(server, hosted, memory, piece_bytes)))
             cells += measured(arms, piece_bytes, extent.rounds)
     return cells
 
@@ -231,6 +264,7 @@ def run(program: str, extent: Extent, memory: Memory) -> list[Cell]:
 def main(argv: Sequence[str]) -> int:
     """Measure; 1 where the goal is missed."""
     parser = parser_of(__doc__)
+    parser.set_defaults(extent=Extent(FULL.sizes, ROUNDS))
     parser.add_argument("--server", choices=list(object_servers.PROGRAMS), action="append")
     options = parser.parse_args(argv)
     memory, budgets = Memory(), Budgets()

@@ -157,6 +157,7 @@ class Ours:
     def begin(self) -> None:
         """Kill the node, start another, and wait until the engine has that, and serves.
 
+        It knows by then what is in the place: a tier that mirrors that is on only afterwards.
         (The engine would start one itself, but for nodes that die young again and again.)
         """
         (pid,) = node_pids(self._places.directory)
@@ -166,8 +167,9 @@ class Ours:
 
         def is_on() -> bool:
             with suppress(KVTideError):  # it is not up yet
-                regions = ask(self._places, "status")["host"]["regions"]
-                return any(region["open_to"] for region in regions)
+                status = ask(self._places, "status")
+                is_open = any(region["open_to"] for region in status["host"]["regions"])
+                return is_open and all(tier["state"] == "on" for tier in status["tiers"].values())
             return False
 
         _wait("no other node is on", is_on, ON_S_MAX)
@@ -320,6 +322,6 @@ DISK = Subject(
 REMOTE = Subject(
     "Hits from what machines share",
     "place",
-    (Arm.KVTIDE_REDIS, Arm.KVTIDE_SHARED, Arm.LMCACHE_RESP),
-    {Arm.KVTIDE_REDIS: Arm.LMCACHE_RESP, Arm.KVTIDE_SHARED: None},
+    (Arm.KVTIDE_REDIS, Arm.KVTIDE_SHARED, Arm.KVTIDE_S3, Arm.LMCACHE_RESP),
+    {Arm.KVTIDE_REDIS: Arm.LMCACHE_RESP, Arm.KVTIDE_SHARED: None, Arm.KVTIDE_S3: None},
 )

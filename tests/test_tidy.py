@@ -256,6 +256,35 @@ def test_each_third_party_package_has_one_owner() -> None:
             assert len(paths) == 1, (package, names)
 
 
+RUNS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+"""Modules that make code of data."""
+RUNNING_CALLS = {"eval", "exec", "compile", "__import__"}
+
+
+def test_no_data_is_code() -> None:
+    """Neither from the wire, nor from a place, nor from a file that a tool opens. (What vLLM sends
+    between its own processes is its own.)"""
+    wrong = []
+    for path in SHIPPED:
+        if folder_of(path) == "testing":
+            continue
+        wrong += [
+            f"{name_of(path)}:{node.lineno} imports {module}"
+            for module, node in imports_of(path)
+            if module.split(".")[0] in RUNS
+        ]
+        wrong += [
+            f"{name_of(path)}:{node.lineno} {ast.unparse(node.func)}"
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.Call)
+            and (
+                (isinstance(node.func, ast.Name) and node.func.id in RUNNING_CALLS)
+                or ast.unparse(node.func) in ("torch.load", "yaml.load", "yaml.unsafe_load")
+            )
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
 # ---- sizes
 
 

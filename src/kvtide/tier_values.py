@@ -165,23 +165,24 @@ S3 = (
         "endpoint",
         parse=s3_address.parse_endpoint,
         accepts="`https://host:port` or `http://host:port`",
-        doc="The server. Without it: `AWS_ENDPOINT_URL` of the environment, else Amazon's of the"
-        " region.",
+        doc="The server. Without it: `AWS_ENDPOINT_URL_S3`, then `AWS_ENDPOINT_URL` of the"
+        " environment, else Amazon's of the region.",
         default=None,
     ),
     Option(
         "region",
         parse=parse_prefix,
         accepts="a word",
-        doc="Without it: `AWS_REGION` of the environment, else `us-east-1`.",
+        doc="Without it: `AWS_REGION`, then `AWS_DEFAULT_REGION` of the environment, else"
+        " `us-east-1`.",
         default=None,
     ),
     Option(
         "style",
         parse=one_of("auto", "path", "host"),
         accepts="`auto`, `path` or `host`",
-        doc="Where requests name the bucket. `auto`: in the path where there is an `endpoint`, in"
-        " the host's name at Amazon's.",
+        doc="Where requests name the bucket. `auto`: in the path where an endpoint is given, here"
+        " or in the environment, in the host's name at Amazon's.",
         default="auto",
     ),
     Option(

@@ -147,6 +147,7 @@ def test_each_place_that_machines_share_is_held_against_its_rival_where_there_is
     assert set(verdicts(hits_section(place_hits.REMOTE))) == {
         "508: a hit of kvtide with Valkey",
         "508: a hit of kvtide with shared_dir",
+        "508: a hit of kvtide with S3 (rclone)",
         "508: added by kvtide with Valkey, against LMCache 0.5.6 with resp",
     }
 

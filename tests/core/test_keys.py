@@ -306,6 +306,17 @@ def test_other_items_or_items_elsewhere_give_another_key(
     assert (both[0] == both[1]) == (seen[0] == seen[1])
 
 
+@pytest.mark.parametrize("length", [1, 16, 64, keys.CONTENT_ID_BYTES_MAX])
+def test_each_byte_of_an_items_id_counts(length: int) -> None:
+    """Those that begin alike, or end alike, are two; nothing of a digest is left out."""
+    name = bytes(length)
+    places = range(length) if length <= 64 else (0, 1 << 8, 1 << 15, length - 1)
+    names = [name, *(name[:at] + b"\1" + name[at + 1 :] for at in places), name[1:]]
+    packed = keys.token_bytes(range(8))
+    found = {keys.chunk_key(MARK, packed, 0, [keys.Item(2, 4, one)]) for one in names}
+    assert len(found) == len(names)
+
+
 def test_the_same_image_at_another_place_is_another_prefix() -> None:
     """Placeholder tokens are equal; only the item tells the prompts apart."""
     packed = keys.token_bytes([7] * 16)

@@ -19,7 +19,13 @@ from tests.engine.answers import ask, assert_same, forget, is_same, whole_blocks
 from tests.engine.conftest import engine_on, make_node
 from tests.engine.nodes import Node, Status, wait_until
 from tests.engine.prompts import prompt
-from tests.engine.shared_places import SharedPlace, directory_place, server_place
+from tests.engine.shared_places import (
+    SharedPlace,
+    TierStatus,
+    bucket_place,
+    directory_place,
+    server_place,
+)
 
 BLOCK = 128
 LENGTHS = (BLOCK + 1, 3 * BLOCK + 5, 2000)
@@ -30,21 +36,24 @@ T_HEAL_S = 7.0
 take as long again as it was away."""
 WAIT_MS_MAX = 500.0
 """What a place that is away may add to a request: nothing, but on a busy machine."""
+BUSY_RATIO = 1.5
+"""Whatever is asked takes so much longer or shorter there, from one moment to the next."""
 ASKED_AWAY = 8
 """Requests meanwhile; more than it takes to open a breaker."""
 
 
-@pytest.fixture(scope="module", params=["shared_dir", "redis"])
+@pytest.fixture(scope="module", params=["shared_dir", "redis", "s3"])
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SharedPlace]:
     """One of each type."""
     if request.param == "shared_dir":
-        with directory_place() as one:
-            yield one
+        opened = directory_place()
     else:
-        with server_place(tmp_path_factory.mktemp("server")) as one:
-            yield one
+        place_on = server_place if request.param == "redis" else bucket_place
+        opened = place_on(tmp_path_factory.mktemp("server"))
+    with opened as one:
+        yield one
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +76,7 @@ def engines(nodes: tuple[Node, Node], logs: Path) -> Iterator[tuple[ServedEngine
         yield here, there
 
 
-def shared(status: Status) -> Status:
+def shared(status: Status) -> TierStatus:
     """What a status says of the place."""
     (tier,) = status["tiers"].values()
     return dict(tier)
@@ -79,13 +88,15 @@ def wait_sent(node: Node) -> Status:
     return node.wait("all is sent", lambda status: not shared(status)["queued_bytes"])
 
 
-def wait_written(node: Node, other: Node) -> None:
+def wait_seen(place: SharedPlace, node: Node, other: Node) -> None:
+    """Until each of the two knows all that both have stored."""
+    other.wait("it is seen", lambda there: place.is_seen(shared(node.status()), shared(there)))
+
+
+def wait_written(place: SharedPlace, node: Node, other: Node) -> None:
     """Until what was computed is in the place, and the other one has seen it."""
-    status = wait_sent(node)
-    count = shared(status)["records"]
-    assert count
-    if "shared_dir" in status["tiers"]:  # a server is asked each time
-        other.wait("it is seen", lambda status: shared(status)["records"] == count)
+    assert shared(wait_sent(node))["records"]
+    wait_seen(place, node, other)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -103,7 +114,7 @@ def test_what_one_engine_computed_is_a_hit_on_the_other(
     own = ask(engines[first], tokens)
     assert own.cached_tokens == whole_blocks(length, BLOCK)
     other = nodes[1 - first]
-    wait_written(nodes[first], other)
+    wait_written(place, nodes[first], other)
     with other.loading(whole_blocks(length, BLOCK) // BLOCK):
         ours = ask(engines[1 - first], tokens)
     assert_same(ours, own)
@@ -112,17 +123,18 @@ def test_what_one_engine_computed_is_a_hit_on_the_other(
 
 
 def test_hits_outlive_the_node_that_stored_them(
-    engines: tuple[ServedEngine, ServedEngine], nodes: tuple[Node, Node]
+    engines: tuple[ServedEngine, ServedEngine], nodes: tuple[Node, Node], place: SharedPlace
 ) -> None:
     """Killed, not ended: the other one reads what it left, and so does the one that follows it."""
     tokens = prompt_of("killed", 5 * BLOCK + 3)
     ask(engines[0], tokens)
     own = ask(engines[0], tokens)
-    wait_written(*nodes)
+    wait_written(place, *nodes)
     nodes[0].kill()
     with nodes[1].loading(5):
         assert_same(ask(engines[1], tokens), own)
     nodes[0].wait_on()
+    wait_seen(place, *nodes)
     forget(engines[0])
     with nodes[0].loading(5):
         assert_same(ask(engines[0], tokens), own)
@@ -135,7 +147,7 @@ def test_only_the_same_salt_hits_on_the_other(
     tokens = prompt_of("salted", BLOCKS * BLOCK + 3)
     ask(engines[0], tokens, cache_salt="mine")
     own = ask(engines[0], tokens, cache_salt="mine")
-    wait_written(*nodes)
+    wait_written(place, *nodes)
     loaded = f"tier_loads.{place.entry['type']}.loaded"
     before = nodes[1].count(loaded)
     for salt in ({"cache_salt": "yours"}, {}):
@@ -163,7 +175,7 @@ def test_a_place_that_goes_costs_no_answer_and_hits_resume_when_it_is_back(
     for name, tokens in (("missed", missed), ("kept", kept), ("under way", under_way)):
         cold[name] = ask(here, tokens)
     own = ask(here, kept)
-    wait_written(*nodes)
+    wait_written(place, *nodes)
     lives = [node.pid for node in nodes], [engine.processes() for engine in engines]
     uncached = [ask(there, prompt_of(f"here {n}", 200), 2).ttft_ms for n in range(5)]
     nodes[1].wait_at_rest()
@@ -172,14 +184,14 @@ def test_a_place_that_goes_costs_no_answer_and_hits_resume_when_it_is_back(
         began_s = time.monotonic()
         assert_right(here, under_way, stream.finish())
     away = [ask(there, prompt_of(f"away {n}", 200), 2).ttft_ms for n in range(ASKED_AWAY)]
-    assert statistics.median(away) <= statistics.median(uncached) + WAIT_MS_MAX
+    assert statistics.median(away) <= BUSY_RATIO * statistics.median(uncached) + WAIT_MS_MAX
     nodes[1].wait("it is seen", lambda status: shared(status)["state"] != "on")
     answer = ask(there, missed)
     assert answer.cached_tokens == 0
     assert is_same(answer, cold["missed"])
     ask(here, late)
     place.give_back()
-    is_server = place.entry["type"] == "redis"
+    is_server = place.entry["type"] != "shared_dir"
     heal_s = T_HEAL_S if is_server else T_HEAL_S + time.monotonic() - began_s
     for node in nodes:
         node.wait("it is back", lambda status: shared(status)["state"] == "on", heal_s)
@@ -188,7 +200,7 @@ def test_a_place_that_goes_costs_no_answer_and_hits_resume_when_it_is_back(
     own = ask(here, late)
     forget(here)
     assert_same(ask(here, late), own)  # which offers it again
-    wait_written(*nodes)
+    wait_written(place, *nodes)
     with nodes[1].loading(BLOCKS):
         assert_same(ask(there, late), own)
     assert lives == ([node.pid for node in nodes], [engine.processes() for engine in engines])
@@ -203,13 +215,13 @@ def assert_right(engine: ServedEngine, tokens: list[int], answer: Completion) ->
 
 
 def test_a_clear_here_leaves_what_is_there(
-    engines: tuple[ServedEngine, ServedEngine], nodes: tuple[Node, Node]
+    engines: tuple[ServedEngine, ServedEngine], nodes: tuple[Node, Node], place: SharedPlace
 ) -> None:
     """What was cleared is not found here, whoever stored it; the other goes on having its own.
     From now on the two do not see the same."""
     tokens = prompt_of("cleared", 2 * BLOCK + 3)
     ask(engines[1], tokens)
-    wait_written(nodes[1], nodes[0])
+    wait_written(place, nodes[1], nodes[0])
     nodes[0].clear()
     assert ask(engines[0], tokens).cached_tokens == 0
     forget(engines[1])
@@ -232,12 +244,15 @@ def test_a_place_that_lost_all_has_misses_and_is_filled_anew(
 
         def is_shared(first: int = first) -> bool:
             """Whether something that one computes now is a hit on the other."""
-            anew = prompt_of(os.urandom(8).hex(), BLOCK + 3)
+            anew, other = prompt_of(os.urandom(8).hex(), BLOCK + 3), nodes[1 - first]
+            seen = shared(other.status())["records"]
             ask(engines[first], anew)
             wait_sent(nodes[first])
+            if place.look_s:
+                other.wait("it looks", lambda there: shared(there)["records"] != seen)
             return ask(engines[1 - first], anew).cached_tokens == BLOCK
 
-        wait_until("hits resume", is_shared, T_HEAL_S)
+        wait_until("hits resume", is_shared, T_HEAL_S + 3 * place.look_s)
     assert lives == [node.pid for node in nodes]
 
 

@@ -2,17 +2,25 @@
 gives keys to a container."""
 
 import json
+import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
 
 from kvtide.testing.proxy import Proxy
 
 ERROR = """<?xml version="1.0" encoding="UTF-8"?>
 <Error><Code>{code}</Code><Message>{code}</Message></Error>"""
+STS_ANSWER = """<AssumeRoleWithWebIdentityResponse>
+<AssumeRoleWithWebIdentityResult><Credentials><AccessKeyId>{AccessKeyId}</AccessKeyId>
+<SecretAccessKey>{SecretAccessKey}</SecretAccessKey><SessionToken>of a session</SessionToken>
+<Expiration>{Expiration}</Expiration></Credentials></AssumeRoleWithWebIdentityResult>
+</AssumeRoleWithWebIdentityResponse>"""
 
 
 class Refusals(ThreadingHTTPServer):
@@ -131,12 +139,39 @@ class Keys(ThreadingHTTPServer):
 
     def __init__(self, access_key: str, secret_key: str) -> None:
         super().__init__(("127.0.0.1", 0), _Keys)
-        self.keys = {"AccessKeyId": access_key, "SecretAccessKey": secret_key, "Token": ""}
+        self.keys = {"AccessKeyId": access_key, "SecretAccessKey": secret_key}
         self.asked = 0
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/keys"
+
+    def answer(self, asked: Mapping[str, str]) -> str | None:
+        """What it says; None: it refuses."""
+        return json.dumps({**self.keys, "Token": "", "Expiration": _in_a_minute()})
+
+
+class Sts(Keys):
+    """Trades a web identity for such keys, by TLS, as the service STS does."""
+
+    def __init__(self, certificate: Path, access_key: str, secret_key: str, role: str) -> None:
+        """`role` is what it lets play whose token is `token`."""
+        super().__init__(access_key, secret_key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, certificate.with_suffix(".key"))
+        self.socket = context.wrap_socket(self.socket, server_side=True)
+        self.role = role
+        self.token = ""
+
+    @property
+    def url(self) -> str:
+        return f"https://127.0.0.1:{self.server_address[1]}"
+
+    def answer(self, asked: Mapping[str, str]) -> str | None:
+        who = (asked.get("Action"), asked.get("RoleArn"), asked.get("WebIdentityToken"))
+        if who != ("AssumeRoleWithWebIdentity", self.role, self.token):
+            return None
+        return STS_ANSWER.format(**self.keys, Expiration=_in_a_minute())
 
 
 class _Keys(BaseHTTPRequestHandler):
@@ -144,13 +179,19 @@ class _Keys(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked += 1
-        expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 60))
-        content = json.dumps({**self.server.keys, "Expiration": expires}).encode()
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
+        body = self.rfile.read(int(self.headers.get("content-length", 0))).decode()
+        said = self.server.answer(dict(parse_qsl(f"{urlsplit(self.path).query}&{body}")))
+        content = (said or ERROR.format(code="AccessDenied")).encode()
+        self.send_response(403 if said is None else 200)
         self.send_header("content-length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
 
+    do_POST = do_GET
+
     def log_message(self, format: str, *args: object) -> None:
         """Tests say enough."""
+
+
+def _in_a_minute() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 60))

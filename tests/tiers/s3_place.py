@@ -11,13 +11,14 @@ import obstore
 import pytest
 from obstore.store import S3Store
 
+from kvtide.codec.record import MAGIC
 from kvtide.core.records import Record
 from kvtide.testing import object_servers
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.remote.tier import SURVEY_MS, RemoteTier
 from kvtide.tiers.s3 import names
-from kvtide.tiers.s3.client import Client
+from kvtide.tiers.s3.bucket import Bucket as Calls
 from kvtide.tiers.s3.mirror import Mirror
 from kvtide.tiers.s3.session import Limits, S3Session
 from kvtide.units import MiB
@@ -74,6 +75,13 @@ class Bucket:
         content[-5] ^= 1
         obstore.put(self.store, name, bytes(content))
 
+    def make_foreign(self, name: str, more_bytes: int = 0) -> bytes:
+        """As if the next version of kvtide had written it, of so much more length; its content."""
+        content = bytearray(obstore.get(self.store, name).bytes())
+        content[len(MAGIC)] += 1
+        obstore.put(self.store, name, bytes(content) + bytes(more_bytes))
+        return bytes(content) + bytes(more_bytes)
+
 
 def open_s3(
     port: int,
@@ -88,7 +96,7 @@ def open_s3(
 ) -> RemoteTier:
     """A tier on a port; it knows what is there, or that it does not answer. Its mirror is appended
     to `mirrors`."""
-    client = Client(
+    calls = Calls(
         object_servers.BUCKET,
         object_servers.config_for(port) | (config or {}),
         connection or {},
@@ -100,7 +108,7 @@ def open_s3(
     def open_session(census: Census) -> S3Session:
         if not made:
             made.append(Mirror(census, TOP))
-        return S3Session(client, made[0], bytes_max, limits)
+        return S3Session(calls, made[0], bytes_max, limits)
 
     def wake_both() -> None:
         heard.set()

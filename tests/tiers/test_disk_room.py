@@ -12,7 +12,7 @@ from kvtide.testing.faulty_files import Call
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, text
 from kvtide.tiers.base import StoreOutcome
-from kvtide.tiers.disk.room import REWRITE_ROWS_MIN
+from kvtide.tiers.disk.room import RETRY_MS_MAX, REWRITE_ROWS_MIN
 from kvtide.units import KiB
 from tests.tiers.disk_place import (
     ROOT,
@@ -25,6 +25,7 @@ from tests.tiers.disk_place import (
     tails,
 )
 
+CLEAR_FAILS = "a clear cannot be written down: Structure needs cleaning"
 GONE = REWRITE_ROWS_MIN + 1
 SALT = bytes(range(32))
 
@@ -102,8 +103,9 @@ def test_one_file_that_cannot_be_removed_does_not_stop_stores(kv: Path, name: st
             tier.tier.clear(SALT)  # of nobody here: the segment stays, and the clear with it
         else:
             take_away(tier, 0, 6 if name == "whole segment" else 1)
+        well = CLEAR_FAILS if name == "clear" else "on"
         fail_again(tier, fault, 10)
-        assert tier.tier.statistics().state == "on"
+        assert tier.tier.statistics().state == well
         faults.fail(Call.WRITE, errno.EIO, path_part=".segment")
         assert tier.store(tails(10, first=100))[-1] is StoreOutcome.BROKEN
         faults.heal()
@@ -112,11 +114,42 @@ def test_one_file_that_cannot_be_removed_does_not_stop_stores(kv: Path, name: st
         while disk._writes.is_open:
             tier.poll_for(0.05)
         fail_again(tier, fault, 10)
-        assert tier.tier.statistics().state == "on", "on trial"
+        assert tier.tier.statistics().state == well, "on trial"
         tier.keep(tails(4, first=200))
         fail_again(tier, fault, 10)
-        assert tier.tier.statistics().state == "on"
+        assert tier.tier.statistics().state == well
         disk.check_integrity()
+
+
+@pytest.mark.parametrize("path_part", ["1.segment", "1.rows"], ids=["holes", "rows"])
+def test_what_cannot_be_given_back_is_told_once_and_tried_more_and_more_seldom(
+    kv: Path, path_part: str
+) -> None:
+    """Each row that says it again would take room from others, for as long as it fails."""
+    call = Call.PUNCH if path_part == "1.segment" else Call.WRITE
+    with driven(kv, segment_bytes=1024 * KiB) as tier:
+        disk, faults = disk_of(tier), files_of(disk_of(tier))
+        tier.keep(tails(60))
+        disk._room.roll()
+        tier.keep(tails(20, first=100))
+        faults.fail(call, errno.EIO, path_part=path_part)
+        take_away(tier, 0, 40)
+        fail_again(tier, f"{call} EIO", 2)
+        size, tries = (kv / "00000001.rows").stat().st_size, faults.injected[f"{call} EIO"]
+        for _ in range(600):  # a minute
+            tier.pass_time(100)
+            tier.poll_for(0)
+            settle(tier)
+        assert (kv / "00000001.rows").stat().st_size == size
+        assert 5 < faults.injected[f"{call} EIO"] - tries < 20
+        taken = bytes_taken(kv)
+        faults.heal()
+        tier.pass_time(RETRY_MS_MAX)
+        settle(tier)
+        assert bytes_taken(kv) < taken
+        disk.check_integrity()
+    with driven(kv) as tier:
+        assert_holds(tier, [*tails(20, first=40), *tails(20, first=100)], tails(40))
 
 
 @pytest.mark.parametrize("other_block_bytes", [64 * KiB, 16 * KiB], ids=["one kind", "two kinds"])

@@ -14,10 +14,12 @@ from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LookupJob
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.s3 import listing, names
-from kvtide.tiers.s3.client import Client
-from kvtide.tiers.s3.listing import TRIES_MAX, Listing
+from kvtide.tiers.s3.bucket import Bucket as Calls
+from kvtide.tiers.s3.headers import TRIES_MAX
+from kvtide.tiers.s3.listing import Listing
 from kvtide.tiers.s3.mirror import Mirror
-from kvtide.tiers.s3.names import Message
+from kvtide.tiers.s3.names import Clear
+from kvtide.tiers.s3.notes import Notes
 from kvtide.tiers.s3.session import Limits
 from kvtide.tiers.scope import EVERYTHING
 from kvtide.units import KiB, MiB
@@ -38,9 +40,10 @@ class Place:
         self.front = front
         self.bucket = bucket
         config = object_servers.config_for(front.server_address[1])
-        client = Client(object_servers.BUCKET, config, {}, WAIT_S)
+        calls = Calls(object_servers.BUCKET, config, {}, WAIT_S)
         self.mirror = Mirror(Census(), TOP)
-        self.listing = Listing(client, self.mirror, "00000000000000ab")
+        notes = Notes(calls, self.mirror)
+        self.listing = Listing(calls, self.mirror, notes)
 
     def records(self) -> list[str]:
         """Names of their first objects."""
@@ -95,7 +98,7 @@ def chunks(root: RootName, count: int) -> list[Record]:
     return [chain_of(root, LAYOUT, text(number, 4))[0] for number in range(count)]
 
 
-@pytest.mark.parametrize("is_damaged", [False, True])
+@pytest.mark.parametrize("is_damaged", [pytest.param(False, marks=pytest.mark.long), True])
 def test_while_a_kind_is_unknown_its_parts_stay_and_its_clears_hold(
     place: Place, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
 ) -> None:
@@ -107,7 +110,7 @@ def test_while_a_kind_is_unknown_its_parts_stay_and_its_clears_hold(
     parts = place.parts()
     heads = [place.bucket.objects_of(record)[0] for record in mine]
     contents = [bytes(obstore.get(place.bucket.store, name).bytes()) for name in heads]
-    mark = names.message_name(TOP, Message(1, "00000000000000cd", "clear", scope=EVERYTHING))
+    mark = names.note_name(TOP, Clear(1, "00000000000000cd", EVERYTHING))
     obstore.put(place.bucket.store, mark, b"")
     if is_damaged:
         for name in heads:
@@ -156,6 +159,7 @@ def test_one_damaged_header_says_nothing_of_its_kind(place: Place) -> None:
     assert left not in place.parts()
 
 
+@pytest.mark.long
 def test_a_bucket_of_many_salts_works_at_once(place: Place) -> None:
     """Each is a kind, whose header takes long to come: other work does not wait for all."""
     salted = [chain_of(root_of(salt=str(n)), LAYOUT, text(1, 4))[0] for n in range(SALTS)]

@@ -11,8 +11,8 @@ from kvtide.tiers.base import LookupJob, StoreOutcome
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.s3 import names
 from kvtide.tiers.s3.mirror import Mirror
-from kvtide.tiers.s3.names import Message, Written
-from kvtide.tiers.scope import Scope
+from kvtide.tiers.s3.names import Clear, Written
+from kvtide.tiers.scope import EVERYTHING, Scope
 
 LAYOUT = layout_of(4096)
 SALTS = ("", "one", "other")
@@ -58,7 +58,7 @@ def test_a_name_with_more_blocks_than_its_kind_has_is_not_taken_in() -> None:
     mirror = knowing(record)
     written = write_of(record, 1)
     mirror.take_in(replace(written, digests=bytes(16) + written.digests))
-    assert mirror.used_bytes == 0
+    assert mirror.taken_bytes == 0
 
 
 def test_the_earlier_of_two_writes_stays_whichever_is_heard_of_first() -> None:
@@ -81,15 +81,15 @@ def test_what_is_gone_does_not_come_back_but_is_deleted_again() -> None:
     first, second = (write_of(record, stamp, stamp) for stamp, record in enumerate(chain, 1))
     for written in (first, second):
         assert mirror.take_in(written)
-    mirror.removed_by_others(chain[0].key, first.write_id)
+    mirror.forget_write(chain[0].key, first.write_id)
     empty(mirror)
-    assert mirror.used_bytes == 0
+    assert mirror.taken_bytes == 0
     assert not mirror.take_in(first), "salts come and go: what has no records is not known"
     mirror.learned(chain[0].root, chain[0].layout)
     for written in (first, second, first):
         assert mirror.take_in(written)
     assert found(mirror, chain) == []
-    assert mirror.used_bytes > 0
+    assert mirror.taken_bytes > 0
     assert [row.written for row in mirror.take_given_up(9)] == [first, second]
 
 
@@ -97,7 +97,7 @@ def test_a_store_that_failed_counts_until_what_there_may_be_of_it_is_deleted() -
     record = chain_of(root_of(), LAYOUT, text(1, 4))[0]
     mirror = knowing(record)
     mirror.failed(record, write_of(record, 1))
-    assert mirror.used_bytes > 0
+    assert mirror.taken_bytes > 0
     assert [row.written for row in mirror.take_given_up(9)] == [write_of(record, 1)]
     mirror.take_in(write_of(record, 1))
     assert found(mirror, [record]) == []
@@ -107,12 +107,12 @@ def test_a_store_that_failed_after_its_name_was_seen_counts_once() -> None:
     """A clear that was heard of with the name has given it up already."""
     record = chain_of(root_of(), LAYOUT, text(1, 4))[0]
     mirror = knowing(record)
-    mirror.clear(Message(2, "", "clear", scope=Scope(None, None)))
+    mirror.clear(Clear(2, "", EVERYTHING))
     mirror.take_in(write_of(record, 1))
     mirror.failed(record, write_of(record, 1))
-    assert mirror.used_bytes > 0
+    assert mirror.taken_bytes > 0
     empty(mirror)
-    assert mirror.used_bytes == 0
+    assert mirror.taken_bytes == 0
 
 
 def test_what_comes_again_while_it_is_deleted_in_vain_counts_once() -> None:
@@ -122,9 +122,30 @@ def test_what_comes_again_while_it_is_deleted_in_vain_counts_once() -> None:
     under_way = mirror.take_given_up(9)
     mirror.take_in(write_of(record, 1))
     mirror.not_deleted(under_way)
-    assert mirror.used_bytes > 0
+    assert mirror.taken_bytes > 0
     empty(mirror)
-    assert mirror.used_bytes == 0
+    assert mirror.taken_bytes == 0
+
+
+def test_only_what_nobody_tells_to_be_gone_is_lacking() -> None:
+    """Who deletes a record tells of it a moment later: not before notes are read the second time
+    is it known that nobody did."""
+    told, untold, cleared = (
+        chain_of(root_of(salt=salt), LAYOUT, text(number, 4))[0]
+        for number, salt in enumerate(("", "", "one"))
+    )
+    mirror = knowing(told, untold, cleared)
+    writes = [write_of(record, 1, number) for number, record in enumerate((told, untold, cleared))]
+    for written in writes:
+        mirror.take_in(written)
+    mirror.clear(Clear(2, "", Scope(cleared.root.salt_digest, None)))
+    for written in writes[::2]:
+        mirror.missed(written)
+    assert not mirror.lacks_untold()
+    mirror.forget_write(told.key, writes[0].write_id)
+    assert not mirror.lacks_untold()
+    mirror.missed(writes[1])
+    assert [mirror.lacks_untold() for _ in range(3)] == [False, True, False]
 
 
 def test_what_is_loaded_or_stored_behind_is_not_evicted() -> None:
@@ -157,7 +178,7 @@ def test_it_fits_together_after_anything_that_is_heard(seed: int) -> None:
         stamp = mirror.next_stamp()
         match chance.randrange(8):
             case 0 | 1 | 2:
-                outcome = mirror.before(record, is_behind=False)
+                outcome = mirror.refusal(record, is_behind=False)
                 assert outcome is not StoreOutcome.FAILED
                 if outcome is None:
                     assert mirror.stored(record, write_of(record, stamp, number))
@@ -172,7 +193,7 @@ def test_it_fits_together_after_anything_that_is_heard(seed: int) -> None:
                 mirror.evict(chance.randrange(100_000), [])
             case 6:
                 digest = root_of(salt=chance.choice(SALTS)).salt_digest
-                mirror.clear(Message(stamp, "", "clear", scope=Scope(digest, None)))
+                mirror.clear(Clear(stamp, "", Scope(digest, None)))
                 mirror.heed([])
             case _:
                 mirror.begin_look()
@@ -180,7 +201,7 @@ def test_it_fits_together_after_anything_that_is_heard(seed: int) -> None:
         mirror.check_integrity()
         if chance.random() < 0.3:
             empty(mirror)
-    mirror.clear(Message(mirror.next_stamp(), "", "clear", scope=Scope(None, None)))
+    mirror.clear(Clear(mirror.next_stamp(), "", EVERYTHING))
     empty(mirror)
-    assert mirror.used_bytes == 0
+    assert mirror.taken_bytes == 0
     assert all(found(mirror, chain) == [] for chain in chains)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.s3 import names
-from kvtide.tiers.s3.names import Message, Written
+from kvtide.tiers.s3.names import Claim, Clear, Gone, Note, Used, Written
 from kvtide.tiers.scope import Scope
 from kvtide.units import MiB
 
@@ -93,33 +93,33 @@ def test_all_objects_of_a_record_have_names_and_lengths() -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
+    "note",
     [
-        Message(5, "0123456789abcdef", "room", 1 << 40),
-        Message(5, "0123456789abcdef", "gone"),
-        Message(5, "0123456789abcdef", "used"),
+        Claim(5, "0123456789abcdef", 1 << 40),
+        Gone(5, "0123456789abcdef"),
+        Used(5, "0123456789abcdef"),
         *(
-            Message(5, "0123456789abcdef", "clear", scope=Scope(salt, fingerprint))
+            Clear(5, "0123456789abcdef", Scope(salt, fingerprint))
             for salt in (None, b"", bytes(32))
             for fingerprint in (None, bytes(range(32)))
         ),
     ],
 )
-def test_what_nodes_tell_is_read_as_it_was_said(message: Message) -> None:
+def test_what_nodes_tell_is_read_as_it_was_said(note: Note) -> None:
     """No salt is not any salt."""
-    assert names.parse_message(TOP, names.message_name(TOP, message)) == message
+    assert names.parse_note(TOP, names.note_name(TOP, note)) == note
 
 
 @pytest.mark.parametrize("words", ["room", "room.x", "clear", "clear.any", "clear.xy.any", "else"])
-def test_what_nobody_said_is_no_message(words: str) -> None:
-    assert names.parse_message(TOP, f"{TOP}/m/000000000005.0123456789abcdef.{words}") is None
+def test_what_nobody_said_is_no_note(words: str) -> None:
+    assert names.parse_note(TOP, f"{TOP}/m/000000000005.0123456789abcdef.{words}") is None
 
 
 def test_kinds_tell_roots_and_layouts_apart() -> None:
     """The same key below another root is another record's name."""
     record = chain_of(root_of(), layout_of(4096), text(1, 4))[0]
     kinds = {
-        names.written(one, 1, bytes(16)).kind
+        names.written(one, 1, bytes(16)).kind_digest
         for one in (
             record,
             replace(record, root=root_of("other")),

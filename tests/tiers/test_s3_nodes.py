@@ -10,8 +10,8 @@ from kvtide.testing import object_servers
 from kvtide.testing.object_servers import Server
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
-from kvtide.tiers.s3 import listing, names
-from kvtide.tiers.s3.names import Message
+from kvtide.tiers.s3 import names, notes
+from kvtide.tiers.s3.names import Claim, Clear, Note
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.units import KiB, MiB
 from tests.tiers.s3_answers import Front, served
@@ -22,7 +22,7 @@ SMALL = layout_of(4096, 8192)
 LARGE = layout_of(64 * KiB)
 CAP_BYTES = 8 * MiB
 OTHER = "00000000000000ab"
-"""A node of which only messages are left."""
+"""A node of which only notes are left."""
 
 
 @pytest.fixture(scope="module", params=PROGRAMS)
@@ -46,9 +46,9 @@ def chunks(count: int, first: int = 0) -> list[Record]:
     return [chain_of(ROOT, LARGE, text(first + number, 4))[0] for number in range(count)]
 
 
-def tell(bucket: Bucket, message: Message, content: bytes = b"") -> str:
+def tell(bucket: Bucket, note: Note, content: bytes = b"") -> str:
     """As another node does."""
-    name = names.message_name(TOP, message)
+    name = names.note_name(TOP, note)
     obstore.put(bucket.store, name, content)
     return name
 
@@ -90,8 +90,8 @@ def test_what_one_node_stores_clears_and_evicts_the_other_learns(
 def test_one_cap_holds_for_nodes_that_store_at_the_same_time(
     server: Server, bucket: Bucket
 ) -> None:
-    """Three times the cap by each of two; none of them knows what the other is sending."""
-    count = 3 * CAP_BYTES // LARGE.chunk_bytes
+    """The cap by each of two; none of them knows what the other is sending."""
+    count = CAP_BYTES // LARGE.chunk_bytes
     with driven(server.port) as one, driven(server.port) as other:
         jobs = []
         for number in range(0, count, 4):
@@ -106,7 +106,8 @@ def test_one_cap_holds_for_nodes_that_store_at_the_same_time(
         assert len(bucket.names(f"{TOP}/r")) >= CAP_BYTES // LARGE.chunk_bytes // 2
 
 
-def test_a_message_that_cannot_be_read_holds_up_nothing(server: Server, bucket: Bucket) -> None:
+@pytest.mark.long
+def test_a_note_that_cannot_be_read_holds_up_nothing(server: Server, bucket: Bucket) -> None:
     """It may be deleted meanwhile, as the next one replaces it; if not, it is read later."""
     chain = chain_of(ROOT, SMALL, text(1, 4))
     front = Front(server.port)
@@ -124,10 +125,11 @@ def test_a_message_that_cannot_be_read_holds_up_nothing(server: Server, bucket: 
 
 
 def used_names(bucket: Bucket) -> list[str]:
-    """Of the messages that tell what was used."""
+    """Of the notes that tell what was used."""
     return [name for name in bucket.names(f"{TOP}/m") if name.endswith(".used")]
 
 
+@pytest.mark.long
 def test_what_one_node_uses_another_does_not_evict(server: Server, bucket: Bucket) -> None:
     """It stores four times the cap, and never asks for it itself."""
     hot = chain_of(ROOT, LARGE, text(5000, 8))
@@ -147,12 +149,12 @@ def test_room_that_a_node_has_claimed_is_nobody_elses(
     server: Server, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until its time is over: then who finds it removes it."""
-    claim = tell(bucket, Message(1, OTHER, "room", CAP_BYTES))
+    claim = tell(bucket, Claim(1, OTHER, CAP_BYTES))
     with driven(server.port) as tier:
         assert tier.store(chunks(1)) == [StoreOutcome.NO_ROOM]
         assert tier.tier.statistics().state == "on"
         assert claim in bucket.names()
-        monkeypatch.setattr(listing, "ROOM_S_MAX", -1.0)
+        monkeypatch.setattr(notes, "CLAIM_S_MAX", -1.0)
         assert tier.store(chunks(1)) == [StoreOutcome.STORED]
         assert claim not in bucket.names()
 
@@ -197,7 +199,7 @@ def test_a_clear_holds_though_who_made_it_was_killed(
     with driven(server.port) as tier:
         tier.keep(chain)
     now = max(int(name.split("/")[3][:12], 16) for name in bucket.names(f"{TOP}/r"))
-    mark = tell(bucket, Message(now, OTHER, "clear", scope=scope))
+    mark = tell(bucket, Clear(now, OTHER, scope))
     with driven(server.port) as tier:
         assert tier.find(chain[:2], chain[2].digests) == []
         until(tier, lambda: bucket.names(f"{TOP}/r") == [])
@@ -216,13 +218,14 @@ def test_the_mark_of_a_clear_goes_when_all_that_it_means_is_gone(
         tier.keep(chain)
     for record in chain:
         renamed(bucket, record, 5)
-    mark = tell(bucket, Message(6, OTHER, "clear", scope=EVERYTHING))
+    mark = tell(bucket, Clear(6, OTHER, EVERYTHING))
     with driven(server.port) as tier:
         assert tier.find(chain[:1]) == []
         until(tier, lambda: mark not in bucket.names())
         assert bucket.names(f"{TOP}/r") == []
 
 
+@pytest.mark.long
 def test_what_was_stored_before_is_found_by_who_starts_among_thousands_of_names(
     server: Server, bucket: Bucket
 ) -> None:

@@ -95,6 +95,13 @@ class Server:
             return False
         return True
 
+    def write_keys(self) -> Path:
+        """A file of its keys, as Amazon's tools write them."""
+        path = self.directory / "keys"
+        keys = (f"aws_access_key_id = {ACCESS_KEY}", f"aws_secret_access_key = {SECRET_KEY}")
+        path.write_text("\n".join(("[default]", *keys, "")))
+        return path
+
     def make_bucket(self) -> None:
         """As its owner does, once."""
         subprocess.run(

@@ -214,7 +214,8 @@ class ToyWorker:
         connector.bind_connector_metadata(plan)
         assert not output.has_sync_kv_loads
         hashes = self._forward(output)
-        for job in plan.loads:
+        loads = [job for part in getattr(plan, "metadata", [plan]) for job in part.loads]
+        for job in loads:
             self.memory.scribble(job.block_ids)
         connector.start_load_kv(None)
         is_drafting = bool(output.num_spec_tokens_to_schedule)

@@ -2,7 +2,7 @@
 
     TOP/r/STAMP.WRITE_KIND_PARENT_KEY/DIGESTS…   the beginning of a record; with it, all is there
     TOP/p/STAMP.WRITE_KEY.N                      its N-th part behind that
-    TOP/m/STAMP.WRITER.WHAT                      what nodes tell one another
+    TOP/m/STAMP.WRITER.WHAT                      notes: what nodes tell one another
 
 TOP is `prefix/version`. A stamp is 12 hex digits of milliseconds, later than any that its writer
 had seen: names in order are writes in order, so what is new is listed without what is old. The
@@ -16,6 +16,7 @@ import binascii
 import re
 import struct
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvtide.codec.record import WRITE_ID_BYTES, stored_bytes
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
@@ -35,9 +36,9 @@ PART_BYTES = 8 * MiB
 _FIXED = struct.Struct(f"{WRITE_ID_BYTES}s{KIND_BYTES}s{KEY_BYTES}s{KEY_BYTES}s")
 _RECORD = re.compile(r"([0-9a-f]{12})\.([A-Za-z0-9_-]{128})((?:/[A-Za-z0-9_-]+)*)")
 _PART = re.compile(r"([0-9a-f]{12})\.([A-Za-z0-9_-]{64})\.(\d{1,4})")
-_MESSAGE = re.compile(
-    r"([0-9a-f]{12})\.([0-9a-f]{16})\.(room|gone|used|clear)(?:\.(\w+))?(?:\.(\w+))?"
-)
+_NOTE = re.compile(r"([0-9a-f]{12})\.([0-9a-f]{16})\.(.+)")
+_CLAIM = re.compile(r"room\.(\d{1,20})")
+_CLEAR = re.compile(r"clear\.(\w+)\.(\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Written:
 
     stamp: int
     write_id: bytes
-    kind: bytes
+    kind_digest: bytes
     parent: bytes
     key: bytes
     digests: bytes
@@ -62,26 +63,51 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """What a node tells: `room` that it may take (bytes), records that are `gone` or were `used`
-    (they stand in the object), or what it has cleared."""
+class Claim:
+    """A note: its writer may take so much room."""
 
     stamp: int
     writer: str
-    what: str
-    room_bytes: int = 0
-    scope: Scope | None = None
+    claimed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A note: its writer has deleted the writes that stand in the object."""
+
+    stamp: int
+    writer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """A note: its writer has found chains, whose ends stand in the object."""
+
+    stamp: int
+    writer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """A note: what is of this scope and not later than this is gone."""
+
+    stamp: int
+    writer: str
+    scope: Scope
+
+
+Note: TypeAlias = Claim | Gone | Used | Clear
 
 
 def written(record: Record, stamp: int, write_id: bytes) -> Written:
     """A write of this record."""
-    kind = kind_of(record.root, record.layout)
-    return Written(stamp, write_id, kind, record.parent, record.key, record.digests)
+    kind_digest = kind_of(record.root, record.layout)
+    return Written(stamp, write_id, kind_digest, record.parent, record.key, record.digests)
 
 
 def record_name(top: str, of: Written) -> str:
     """Of its first object."""
-    fixed = of.write_id + of.kind + of.parent + of.key
+    fixed = of.write_id + of.kind_digest + of.parent + of.key
     inner = _encoded(of.digests[:-INNER_DIGEST_BYTES])
     steps = [inner[at : at + STEP_CHARS] for at in range(0, len(inner), STEP_CHARS)]
     return "/".join([f"{top}/r/{of.stamp:012x}.{_encoded(fixed)}", *steps])
@@ -95,9 +121,9 @@ def parse_record(top: str, name: str) -> Written | None:
     fixed, inner = _decoded(match[2]), _decoded(match[3].replace("/", ""))
     if len(fixed) != _FIXED.size or len(inner) % INNER_DIGEST_BYTES:
         return None
-    write_id, kind, parent, key = _FIXED.unpack(fixed)
+    write_id, kind_digest, parent, key = _FIXED.unpack(fixed)
     digests = inner + key[:INNER_DIGEST_BYTES]
-    found = Written(int(match[1], 16), write_id, kind, parent, key, digests)
+    found = Written(int(match[1], 16), write_id, kind_digest, parent, key, digests)
     return found if record_name(top, found) == name else None
 
 
@@ -127,28 +153,36 @@ def names_of(top: str, of: Written, layout: KVLayout) -> list[str]:
     return [record_name(top, of), *(part_name(top, of, number) for number in range(1, count))]
 
 
-def message_name(top: str, message: Message) -> str:
-    """See `Message`."""
-    words = [f"{message.stamp:012x}", message.writer, message.what]
-    if message.what == "room":
-        words.append(str(message.room_bytes))
-    if message.scope is not None:
-        words += [_word(message.scope.fingerprint), _word(message.scope.salt_digest)]
-    return f"{top}/m/{'.'.join(words)}"
+def note_name(top: str, note: Note) -> str:
+    """See `Note`."""
+    match note:
+        case Claim():
+            what = f"room.{note.claimed_bytes}"
+        case Gone():
+            what = "gone"
+        case Used():
+            what = "used"
+        case Clear():
+            what = f"clear.{_word(note.scope.fingerprint)}.{_word(note.scope.salt_digest)}"
+    return f"{top}/m/{note.stamp:012x}.{note.writer}.{what}"
 
 
-def parse_message(top: str, name: str) -> Message | None:
-    """What `message_name` was given; None: it is no such name."""
-    match = _MESSAGE.fullmatch(name.removeprefix(f"{top}/m/"))
+def parse_note(top: str, name: str) -> Note | None:
+    """What `note_name` was given; None: it is no such name."""
+    match = _NOTE.fullmatch(name.removeprefix(f"{top}/m/"))
     if match is None:
         return None
-    stamp, writer, what, first, second = match.groups()
-    try:
-        scope = Scope(_unword(second), _unword(first)) if what == "clear" else None
-        room_bytes = int(first) if what == "room" else 0
-    except (TypeError, ValueError):
-        return None
-    return Message(int(stamp, 16), writer, what, room_bytes, scope)
+    stamp, writer, what = int(match[1], 16), match[2], match[3]
+    if what in ("gone", "used"):
+        return Gone(stamp, writer) if what == "gone" else Used(stamp, writer)
+    if (claim := _CLAIM.fullmatch(what)) is not None:
+        return Claim(stamp, writer, int(claim[1]))
+    if (clear := _CLEAR.fullmatch(what)) is not None:
+        try:
+            return Clear(stamp, writer, Scope(_unword(clear[2]), _unword(clear[1])))
+        except ValueError:
+            return None
+    return None
 
 
 def _word(digest: bytes | None) -> str:

@@ -3,17 +3,18 @@
 import configparser
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from kvtide.errors import ConfigError
+from kvtide.errors import ConfigError, reason_of
 from kvtide.tier_values import S3
 from kvtide.tiers.registry import TierType
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.remote.session import CALL_S_MAX, CONNECT_S_MAX, PUT_S_MAX
 from kvtide.tiers.remote.tier import RemoteTier
-from kvtide.tiers.s3.client import Client
+from kvtide.tiers.s3.bucket import Bucket
 from kvtide.tiers.s3.mirror import Mirror
 from kvtide.tiers.s3.names import VERSION
 from kvtide.tiers.s3.session import Limits, S3Session
@@ -23,6 +24,41 @@ REGION = "us-east-1"
 CREDENTIALS_S = 60
 """So long what a file said is believed: who rotates it leaves the old ones valid for longer."""
 LIMITS = Limits(CALL_S_MAX, PUT_S_MAX)
+_BEGINS_CERTIFICATE = "-----BEGIN CERTIFICATE-----"
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What Amazon's own tools find in the environment. Not a matter of `config`: these names are
+    theirs, and the library reads more of them by itself.
+
+    Attributes:
+        endpoint, region: of the place; None where nobody says.
+        knows_keys: whether there are keys, or a web identity that gives some.
+        keys_file, profile: where keys are otherwise.
+    """
+
+    endpoint: str | None
+    region: str | None
+    knows_keys: bool
+    keys_file: Path
+    profile: str
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> "Surroundings":
+        """Of a process with this environment."""
+
+        def first(*names: str) -> str | None:
+            return next((environment[name] for name in names if environment.get(name)), None)
+
+        keys_file = first("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"
+        return cls(
+            endpoint=first("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+            region=first("AWS_REGION", "AWS_DEFAULT_REGION"),
+            knows_keys=first("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE") is not None,
+            keys_file=Path(keys_file).expanduser(),
+            profile=first("AWS_PROFILE") or "default",
+        )
 
 
 def open_s3(
@@ -36,33 +72,32 @@ def open_s3(
     address, bytes_max = options["url"], options["bytes_max"]
     connection: dict[str, Any] = {"connect_timeout": timedelta(seconds=CONNECT_S_MAX)}
     if options["ca_file"] is not None:
-        connection["root_certificate"] = _content(options["ca_file"], "ca_file")
-    client = Client(
+        connection["root_certificate"] = _certificates(options["ca_file"])
+    surroundings = Surroundings.of(os.environ)
+    bucket = Bucket(
         address.bucket,
-        place_of(options),
+        place_of(options, surroundings),
         connection,
         PUT_S_MAX,
-        credentials_of(options["credentials_file"]),
+        credentials_of(options["credentials_file"], surroundings),
     )
     mirrors: list[Mirror] = []  # the tier's census comes with its first session
 
     def open_session(census: Census) -> S3Session:
         if not mirrors:
             mirrors.append(Mirror(census, f"{address.prefix}/{VERSION}"))
-        return S3Session(client, mirrors[0], bytes_max, LIMITS)
+        return S3Session(bucket, mirrors[0], bytes_max, LIMITS)
 
     return RemoteTier("s3", str(address), open_session, bytes_max, wake, queue_bytes_max)
 
 
-def place_of(options: Mapping[str, Any]) -> dict[str, Any]:
+def place_of(options: Mapping[str, Any], surroundings: Surroundings) -> dict[str, Any]:
     """Where the bucket is: in its server's path, or in the name of its host."""
-    endpoint = options["endpoint"] or os.environ.get("AWS_ENDPOINT_URL_S3")
-    endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL")
-    region = options["region"] or os.environ.get("AWS_REGION")
+    endpoint = options["endpoint"] or surroundings.endpoint
     style = options["style"]
     is_host = style == "host" or (style == "auto" and endpoint is None)
     place: dict[str, Any] = {
-        "region": region or os.environ.get("AWS_DEFAULT_REGION") or REGION,
+        "region": options["region"] or surroundings.region or REGION,
         "virtual_hosted_style_request": is_host,
     }
     if endpoint is not None:
@@ -72,40 +107,34 @@ def place_of(options: Mapping[str, Any]) -> dict[str, Any]:
     return place
 
 
-def credentials_of(path: Path | None) -> "FileCredentials | None":
+def credentials_of(path: Path | None, surroundings: Surroundings) -> "FileCredentials | None":
     """What is signed with, from a file; None: the library finds it, in the environment or by
     asking the machine's own service, and again before it expires.
 
     Raises:
         ConfigError: a file that is named has none.
     """
-    environment = os.environ
-    if path is not None:
-        found = FileCredentials(path)
-        try:
-            found()
-        except ValueError as error:
-            raise ConfigError(f"credentials_file {error}") from error
-        return found
-    if "AWS_ACCESS_KEY_ID" in environment or "AWS_WEB_IDENTITY_TOKEN_FILE" in environment:
+    if path is None and surroundings.knows_keys:
         return None
-    usual = environment.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"
-    found = FileCredentials(Path(usual).expanduser())
+    found = FileCredentials(path or surroundings.keys_file, surroundings.profile)
     try:
         found()
-    except ValueError:
+    except ValueError as error:
+        if path is not None:
+            raise ConfigError(f"credentials_file {error}") from error
         return None
     return found
 
 
 class FileCredentials:
-    """Keys as Amazon's tools write them, read again each minute: who rotates them writes a new
-    file. The profile is `AWS_PROFILE`, or `default`."""
+    """Keys of one profile as Amazon's tools write them, read again each minute: who rotates them
+    writes a new file."""
 
     refresh_threshold = timedelta(0)
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, profile: str) -> None:
         self._path = path
+        self._profile = profile
 
     def __call__(self) -> dict[str, Any]:
         """As the library wants them.
@@ -117,10 +146,10 @@ class FileCredentials:
         try:
             parser.read_string(self._path.read_text())
         except OSError as error:
-            raise ValueError(f"{self._path} cannot be read: {error.strerror}") from None
+            raise ValueError(f"{self._path} cannot be read: {reason_of(error)}") from None
         except (configparser.Error, UnicodeError):
             raise ValueError(f"{self._path} is not as ~/.aws/credentials is") from None
-        profile = os.environ.get("AWS_PROFILE", "default")
+        profile = self._profile
         for name in ("aws_access_key_id", "aws_secret_access_key"):
             if not parser.has_option(profile, name):
                 raise ValueError(f"{self._path} has no profile {profile!r} with {name}")
@@ -132,13 +161,15 @@ class FileCredentials:
         }
 
 
-def _content(path: Path, name: str) -> bytes:
+def _certificates(path: Path) -> bytes:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{name} {path} cannot be read: {error}") from error
-    if b"-----BEGIN CERTIFICATE-----" not in content:
-        raise ConfigError(f"{name} {path} holds no certificate")
+        raise ConfigError(f"ca_file {path} cannot be read: {reason_of(error)}") from error
+    if _BEGINS_CERTIFICATE.encode() not in content:
+        raise ConfigError(
+            f"ca_file {path} holds no certificate; give a file in PEM, with {_BEGINS_CERTIFICATE}"
+        )
     return content
 
 

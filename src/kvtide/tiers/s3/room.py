@@ -14,17 +14,18 @@ import time
 from collections.abc import Iterable
 
 from kvtide.tiers.base import NO_CAP_BYTES
-from kvtide.tiers.s3.client import Client
+from kvtide.tiers.s3.bucket import Bucket
 from kvtide.tiers.s3.listing import Listing
 from kvtide.tiers.s3.mirror import Mirror
-from kvtide.tiers.s3.names import Message, message_name
+from kvtide.tiers.s3.names import Claim, note_name
+from kvtide.tiers.s3.notes import Notes
 from kvtide.units import GiB
 
 CLAIMS_PER_CAP = 32
 CLAIM_BYTES_MAX = GiB
 """At once: as much as a node stores in seconds."""
 SPARE_RATIO = 1 / 64
-"""Of the cap, for what is no record: lists of what is gone."""
+"""Of the cap, for what is no record: notes."""
 OWN_S_MAX = 60.0
 
 
@@ -33,20 +34,20 @@ class Room:
 
     def __init__(
         self,
-        client: Client,
+        bucket: Bucket,
         mirror: Mirror,
-        writer: str,
         bytes_max: int,
+        notes: Notes,
         listing: Listing,
     ) -> None:
         self.name = ""
         """Of the own claim."""
-        self._client = client
+        self._bucket = bucket
         self._mirror = mirror
-        self._writer = writer
         self._limit_bytes = int(bytes_max * (1 - SPARE_RATIO))
         self._claim_bytes = min(bytes_max // CLAIMS_PER_CAP, CLAIM_BYTES_MAX)
         self._has_no_cap = bytes_max >= NO_CAP_BYTES
+        self._notes = notes
         self._listing = listing
         self._left_bytes = 0
         self._until_s = 0.0
@@ -54,17 +55,17 @@ class Room:
     async def take(self, length_bytes: int, sent_bytes: int, keep: Iterable[bytes]) -> bool:
         """Room for a record, where these bytes of earlier ones are on their way; none of the
         records with these keys is evicted for it."""
-        if self._listing.is_first and not self._has_no_cap:  # it is not known what is there
+        if not (self._listing.has_seen_all or self._has_no_cap):  # who knows what is there
             await self._listing.refresh()
             return False
         if length_bytes > self._left_bytes or time.monotonic() > self._until_s:
             keep = list(keep)
-            wanted = max(length_bytes, self._claim_bytes)
-            for size in sorted({wanted, length_bytes}, reverse=True):
-                if await self._claim(size, sent_bytes, keep):
+            wanted_bytes = max(length_bytes, self._claim_bytes)
+            for size_bytes in sorted({wanted_bytes, length_bytes}, reverse=True):
+                if await self._claim(size_bytes, sent_bytes, keep):
                     break
             else:
-                await self._client.delete([self.name])
+                await self._bucket.delete([self.name])
                 self.name = ""
                 return False
         self._left_bytes -= length_bytes
@@ -73,25 +74,25 @@ class Room:
     async def end_old(self) -> None:
         """Take back a claim that does not hold any more."""
         if self.name and time.monotonic() > self._until_s:
-            await self._client.delete([self.name])
+            await self._bucket.delete([self.name])
             self.name = ""
 
-    async def _claim(self, size: int, sent_bytes: int, keep: Iterable[bytes]) -> bool:
+    async def _claim(self, size_bytes: int, sent_bytes: int, keep: Iterable[bytes]) -> bool:
         self._left_bytes, began_s = 0, time.monotonic()
-        claimed = size + sent_bytes
-        message = Message(self._mirror.next_stamp(), self._writer, "room", claimed)
-        old, self.name = self.name, message_name(self._mirror.top, message)
-        await self._client.put(self.name, [b""])
+        claimed_bytes = size_bytes + sent_bytes
+        claim = Claim(self._mirror.next_stamp(), self._mirror.writer, claimed_bytes)
+        old, self.name = self.name, note_name(self._mirror.top, claim)
+        await self._bucket.put(self.name, [b""])
         if old:
-            await self._client.delete([old])
+            await self._bucket.delete([old])
         await self._listing.refresh()
-        while (over := self._over(claimed)) > 0:
-            self._mirror.evict(over - self._mirror.given_up_bytes, keep)
+        while (over_bytes := self._over_bytes(claimed_bytes)) > 0:
+            self._mirror.evict(over_bytes - self._mirror.given_up_bytes, keep)
             if not await self._listing.delete_given_up():
                 return False
-        self._left_bytes, self._until_s = size, began_s + OWN_S_MAX
+        self._left_bytes, self._until_s = size_bytes, began_s + OWN_S_MAX
         return True
 
-    def _over(self, claimed: int) -> int:
-        taken = self._mirror.used_bytes + self._listing.others_bytes
-        return taken + claimed - self._limit_bytes
+    def _over_bytes(self, claimed_bytes: int) -> int:
+        taken_bytes = self._mirror.taken_bytes + self._notes.others_bytes
+        return taken_bytes + claimed_bytes - self._limit_bytes

@@ -1,4 +1,4 @@
-"""A thread's client of one bucket.
+"""A thread's session with one bucket.
 
     store   room ─► parts behind the first ─► the first     nobody finds it before that
     load    all parts at once ─► proven in order
@@ -10,7 +10,6 @@ with each survey what is new, and now and then all names, a page at a time betwe
 
 import asyncio
 import logging
-import os
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -19,16 +18,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvtide.codec.passing import HeaderWriter, Proof
+from kvtide.codec.record import HEADER_BYTES_MAX, read_header
 from kvtide.core.records import Record
-from kvtide.errors import CorruptRecord, PlaceFailed
+from kvtide.errors import CorruptRecord, PlaceFailed, UnknownFormat
 from kvtide.tiers.base import LoadOutcome, LookupJob, StoreOutcome
 from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.session import Put
 from kvtide.tiers.s3 import names
-from kvtide.tiers.s3.client import Client, gathered
+from kvtide.tiers.s3.bucket import Bucket, gathered
 from kvtide.tiers.s3.listing import Listing
 from kvtide.tiers.s3.mirror import Mirror
-from kvtide.tiers.s3.names import Message, Written, message_name
+from kvtide.tiers.s3.names import Written
+from kvtide.tiers.s3.notes import Notes
 from kvtide.tiers.s3.room import Room
 from kvtide.tiers.scope import Scope
 
@@ -68,18 +69,18 @@ class S3Session:
 
     knows_names = True
 
-    def __init__(self, client: Client, mirror: Mirror, bytes_max: int, limits: Limits) -> None:
+    def __init__(self, bucket: Bucket, mirror: Mirror, bytes_max: int, limits: Limits) -> None:
         """Nothing is asked yet."""
-        self._client = client
+        self._bucket = bucket
         self._mirror = mirror
         self._limits = limits
         self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._call: asyncio.Task[Any] | None = None
         self._is_interrupted = False
-        self._writer = os.urandom(8).hex()
-        self._listing = Listing(client, mirror, self._writer)
-        self._room = Room(client, mirror, self._writer, bytes_max, self._listing)
+        self._notes = Notes(bucket, mirror)
+        self._listing = Listing(bucket, mirror, self._notes)
+        self._room = Room(bucket, mirror, bytes_max, self._notes, self._listing)
         self._under_way: deque[_UnderWay] = deque()
 
     # ---- the calls of a session
@@ -148,13 +149,20 @@ class S3Session:
         loading = self._mirror.begin_load(record)
         if loading is None:
             return LoadOutcome.ABSENT
+        written = loading.written
         try:
-            outcome = await self._got(record, loading.written, cells)
+            outcome = await self._got(record, written, cells)
+        except UnknownFormat as error:
+            if self._mirror.leave(written):
+                logger.warning("s3 %s: %s; it is left, as others like it", self._place, str(error))
+            return LoadOutcome.ABSENT
         finally:
             self._mirror.end_load(loading)
+        if outcome is LoadOutcome.ABSENT:
+            self._mirror.missed(written)
         if outcome is not LoadOutcome.LOADED:
-            self._mirror.remove(loading.written)
-            await self._delete_given_up()
+            self._mirror.remove(written)
+            await self._listing.delete_given_up()
         return outcome
 
     async def _got(
@@ -162,29 +170,44 @@ class S3Session:
     ) -> LoadOutcome:
         headers = parts.empty_headers(record)
         lengths = names.part_lengths(record.layout, record.blocks)
-        rows = list(parts.cut(headers, cells, lengths))
+        pieces_of_parts = list(parts.cut(headers, cells, lengths))
         proof = Proof(record, written.write_id, headers)
         ahead = asyncio.Semaphore(PARTS_MAX)
-        each = zip(names.names_of(self._mirror.top, written, record.layout), rows, strict=True)
+        objects = names.names_of(self._mirror.top, written, record.layout)
 
         async def got(name: str, pieces: list[memoryview]) -> bool:
             async with ahead:
-                return await self._client.get_into(name, pieces)
+                return await self._bucket.get_into(name, pieces)
 
+        each = zip(objects, pieces_of_parts, strict=True)
         calls = [asyncio.ensure_future(got(name, pieces)) for name, pieces in each]
         try:
-            for call, pieces in zip(calls, rows, strict=True):
+            for call, pieces in zip(calls, pieces_of_parts, strict=True):
                 if not await call:
                     return LoadOutcome.ABSENT
                 proof.came(pieces)
         except CorruptRecord as error:
-            place, key = f"{self._client.bucket}/{self._mirror.top}", record.key.hex()
             # Its words alone: who keeps what was logged would keep the cells by its frames.
-            logger.warning("s3 %s: record %s: %s; it is removed", place, key, str(error))
-            return LoadOutcome.CORRUPT
+            reason = str(error)
+        else:
+            return LoadOutcome.LOADED
         finally:
             await gathered(calls, are_needed=False)
-        return LoadOutcome.LOADED
+        await self._require_own_format(objects[0])
+        key = record.key.hex()
+        logger.warning("s3 %s: record %s: %s; it is removed", self._place, key, reason)
+        return LoadOutcome.CORRUPT
+
+    async def _require_own_format(self, name: str) -> None:
+        """Raises UnknownFormat: this begins as records of another version do, whose lengths may
+        differ, too."""
+        start = await self._bucket.get_start(name, HEADER_BYTES_MAX)
+        with suppress(CorruptRecord):
+            read_header(start or memoryview(b""))
+
+    @property
+    def _place(self) -> str:
+        return f"{self._bucket.name}/{self._mirror.top}"
 
     # ---- stores
 
@@ -201,7 +224,7 @@ class S3Session:
                 if not under_way:
                     break
                 await self._end(ended)
-            await self._delete_given_up()
+            await self._listing.delete_given_up()
         finally:
             begun = [one for one in under_way if one.sending is not None]
             under_way.clear()
@@ -212,7 +235,9 @@ class S3Session:
     def _taken(self, put: Put) -> _UnderWay:
         record = put.record
         written = names.written(record, self._mirror.next_stamp(), put.write_id)
-        outcome = self._mirror.before(record, is_behind=record.parent in self._keys_on_their_way())
+        outcome = self._mirror.refusal(
+            record, is_behind=record.parent in self._keys_on_their_way()
+        )
         if len(names.record_name(self._mirror.top, written)) > names.NAME_BYTES_MAX:
             outcome = StoreOutcome.NO_ROOM
         return _UnderWay(put, written, outcome)
@@ -232,24 +257,26 @@ class S3Session:
             one.outcome, one.length_bytes = StoreOutcome.NO_ROOM, 0
             return
         headers = parts.empty_headers(record)
-        rows = list(parts.cut(headers, one.put.cells, lengths))
+        pieces_of_parts = list(parts.cut(headers, one.put.cells, lengths))
         writer = HeaderWriter(record, one.put.write_id, headers)
-        for pieces in rows:
+        for pieces in pieces_of_parts:
             writer.passed(pieces)
-        one.sending = asyncio.ensure_future(self._send(one.written, record, rows))
+        one.sending = asyncio.ensure_future(self._send(one.written, record, pieces_of_parts))
 
-    async def _send(self, written: Written, record: Record, rows: list[list[memoryview]]) -> None:
+    async def _send(
+        self, written: Written, record: Record, pieces_of_parts: list[list[memoryview]]
+    ) -> None:
         first, *others = names.names_of(self._mirror.top, written, record.layout)
         ahead = asyncio.Semaphore(PARTS_MAX)
 
         async def put(name: str, pieces: list[memoryview]) -> None:
             async with ahead:
-                await self._client.put(name, pieces)
+                await self._bucket.put(name, pieces)
 
-        each = zip(others, rows[1:], strict=True)
+        each = zip(others, pieces_of_parts[1:], strict=True)
         async with asyncio.timeout(self._limits.put_s):
             await gathered([asyncio.ensure_future(put(name, pieces)) for name, pieces in each])
-            await self._client.put(first, rows[0])
+            await self._bucket.put(first, pieces_of_parts[0])
 
     async def _end(self, ended: Callable[[Put, StoreOutcome], None]) -> None:
         """The first that is under way."""
@@ -264,27 +291,21 @@ class S3Session:
 
     # ---- the rest
 
-    async def _delete_given_up(self) -> bool:
-        """Whether there were any."""
-        return await self._listing.delete_given_up()
-
     async def _clear(self, scope: Scope) -> int:
         await self._listing.refresh()  # later than all that is there
-        message = Message(self._mirror.next_stamp(), self._writer, "clear", scope=scope)
-        await self._client.put(message_name(self._mirror.top, message), [b""])
-        count = self._mirror.clear(message)
-        await self._delete_given_up()  # all of a small one; the others are swept
+        count = self._mirror.clear(await self._notes.tell_clear(scope))
+        await self._listing.delete_given_up()  # all of a small one; the others are swept
         return count
 
     async def _survey(self) -> None:
         try:
             await self._listing.refresh()
             await self._room.end_old()
-            await self._listing.tell_used()
+            await self._notes.tell_used()
         except BaseException:
             self._listing.look_again()
             raise
-        is_first = self._listing.is_first
+        is_first = not self._listing.has_seen_all
         self._listing.begin_look()
         with suppress(TimeoutError):  # what was learned is kept: sweeps go on
             async with asyncio.timeout(FIRST_LOOK_S):
@@ -293,7 +314,7 @@ class S3Session:
         self._mirror.tell_all()
 
     async def _sweep(self) -> bool:
-        if await self._delete_given_up():
+        if await self._listing.delete_given_up():
             return True
         return await self._listing.look()
 

@@ -1,7 +1,7 @@
 """Records that names told of, as a tree: what is found, what hangs on what, and what goes next.
 
-    kind (root, layout) ──► row ──► row …      children by their first block
-                             └───── its siblings
+    trunk (of a kind) ──► row ──► row …      children by their first block
+                          └───── its siblings
 
 A row stands only behind its parent; one that is heard of before it waits by its parent's key, and
 comes in with it. Rows that nothing stands below are *leaves*, least recently used first: what is
@@ -27,13 +27,14 @@ from kvtide.tiers.remote.kinds import kind_of
 from kvtide.tiers.s3.names import Written
 
 
-class Kind:
-    """A root and a layout; `row_count` records are of it, also those that wait."""
+class Trunk:
+    """What all rows of one kind (a root, a layout) stand on; `row_count` of them, also those that
+    wait."""
 
-    __slots__ = ("children", "layout", "name", "root", "row_count")
+    __slots__ = ("children", "kind_digest", "layout", "root", "row_count")
 
     def __init__(self, root: RootName, layout: KVLayout) -> None:
-        self.name = kind_of(root, layout)
+        self.kind_digest = kind_of(root, layout)
         self.root = root
         self.layout = layout
         self.children: dict[bytes, list[Row]] = {}
@@ -53,19 +54,31 @@ class Row:
         above: what it stands right below; None: it waits for that, or is gone.
         children: rows right below it, by their first digests.
         holds: loads and stores that need it, by which it is not evicted.
-        used: greater than that of what was used before it.
+        is_foreign: whether it is of a format of another version: it counts, and is evicted, but
+            is not found.
+        last_use: greater than that of what was used before it.
         seen: the last look at everything that found it.
     """
 
-    __slots__ = ("above", "children", "holds", "kind", "seen", "used", "written")
+    __slots__ = (
+        "above",
+        "children",
+        "holds",
+        "is_foreign",
+        "last_use",
+        "seen",
+        "trunk",
+        "written",
+    )
 
-    def __init__(self, kind: Kind, written: Written, seen: int) -> None:
-        self.kind = kind
+    def __init__(self, trunk: Trunk, written: Written, seen: int) -> None:
+        self.trunk = trunk
         self.written = written
-        self.above: Row | Kind | None = None
+        self.above: Row | Trunk | None = None
         self.children: dict[bytes, list[Row]] = {}
         self.holds = 0
-        self.used = 0
+        self.is_foreign = False
+        self.last_use = 0
         self.seen = seen
 
     @property
@@ -81,18 +94,18 @@ class Row:
     @property
     def is_whole(self) -> bool:
         """Whether it may have children."""
-        return self.blocks == self.kind.layout.blocks_per_chunk
+        return self.blocks == self.trunk.layout.blocks_per_chunk
 
     @property
     def length_bytes(self) -> int:
         """Of all its objects."""
-        return stored_bytes(self.kind.layout, self.blocks)
+        return stored_bytes(self.trunk.layout, self.blocks)
 
     @property
     def record(self) -> Record:
         """All that is known of it."""
         of = self.written
-        return Record(self.kind.root, of.parent, of.key, of.digests, self.kind.layout)
+        return Record(self.trunk.root, of.parent, of.key, of.digests, self.trunk.layout)
 
 
 class Tree:
@@ -101,7 +114,7 @@ class Tree:
     def __init__(self) -> None:
         self.index: dict[bytes, Row] = {}
         """By key, also those that wait."""
-        self.kinds: dict[bytes, Kind] = {}
+        self.trunks: dict[bytes, Trunk] = {}
         self._waiting: dict[bytes, dict[bytes, Row]] = {}  # by the parent's key, then by key
         self._leaves: OrderedDict[bytes, Row] = OrderedDict()
         self._uses = 0
@@ -115,16 +128,16 @@ class Tree:
 
     def match(self, job: LookupJob) -> tuple[list[Row], bool]:
         """Rows of the chain that are there, and whether it may go on: see `Found`."""
-        kind = self.kinds.get(kind_of(job.root, job.layout))
-        above: Row | Kind | None = kind
-        if kind is not None and job.parent != kind.key:
+        trunk = self.trunks.get(kind_of(job.root, job.layout))
+        above: Row | Trunk | None = trunk
+        if trunk is not None and job.parent != trunk.key:
             above = self.index.get(job.parent)
-        if above is None or (isinstance(above, Row) and above.kind is not kind):
+        if above is None or (isinstance(above, Row) and above.trunk is not trunk):
             return [], False
         rows: list[Row] = []
         for start in range(0, len(job.keys), KEY_BYTES):
             row = self.index.get(job.keys[start : start + KEY_BYTES])
-            if row is None or row.above is not above or not row.is_whole:
+            if row is None or row.is_foreign or row.above is not above or not row.is_whole:
                 break
             rows.append(row)
             above = row
@@ -137,14 +150,15 @@ class Tree:
         self.touch(rows)
         return rows, may_go_on
 
-    def above(self, record: Record) -> Row | Kind | None:
+    def above(self, record: Record) -> Row | Trunk | None:
         """What a record stands below; None: it is not there."""
-        kind = self.kinds.get(kind_of(record.root, record.layout))
+        trunk = self.trunks.get(kind_of(record.root, record.layout))
         if record.parent == record.root.key:
-            return kind or Kind(record.root, record.layout)
+            return trunk or Trunk(record.root, record.layout)
         row = self.index.get(record.parent)
-        is_there = row is not None and row.above is not None and row.kind is kind and row.is_whole
-        return row if is_there else None
+        if row is None or row.above is None or row.trunk is not trunk or not row.is_whole:
+            return None
+        return row
 
     def covers(self, record: Record) -> bool:
         """Whether a record below the same parent begins with all its blocks."""
@@ -170,7 +184,7 @@ class Tree:
         """They were used, together."""
         self._uses += 1
         for row in rows:
-            row.used = self._uses
+            row.last_use = self._uses
             if row.key in self._leaves:
                 self._leaves.move_to_end(row.key)
 
@@ -184,21 +198,21 @@ class Tree:
         """A record is there; rows that can be reached from now on: it, and what waited for it."""
         assert row.key not in self.index, row.key.hex()
         self.index[row.key] = row
-        self.kinds[row.kind.name] = row.kind
-        row.kind.row_count += 1
+        self.trunks[row.trunk.kind_digest] = row.trunk
+        row.trunk.row_count += 1
         placed = []
         todo = [row]
         while todo:
             row = todo.pop()
-            above: Row | Kind | None = row.kind
-            if row.written.parent != row.kind.key:
+            above: Row | Trunk | None = row.trunk
+            if row.written.parent != row.trunk.key:
                 above = self.index.get(row.written.parent)
             if not _may_stand_below(row, above):
                 self._waiting.setdefault(row.written.parent, {})[row.key] = row
                 continue
             assert above is not None, row.key.hex()
             row.above = above
-            row.used = self._uses
+            row.last_use = self._uses
             above.children.setdefault(_first(row.written.digests), []).append(row)
             if isinstance(above, Row):
                 self._leaves.pop(above.key, None)
@@ -219,7 +233,7 @@ class Tree:
                 del above.children[_first(top.written.digests)]
             if isinstance(above, Row) and not above.children:
                 self._leaves[above.key] = above
-                if above.used <= top.used:  # its end goes: it is next
+                if above.last_use <= top.last_use:  # its end goes: it is next
                     self._leaves.move_to_end(above.key, last=False)
         gone = [top]
         for row in gone:  # it grows meanwhile
@@ -227,8 +241,8 @@ class Tree:
             row.above, row.children = None, {}
             del self.index[row.key]
             self._leaves.pop(row.key, None)
-            row.kind.row_count -= 1
-        self.forget_kind(top.kind)
+            row.trunk.row_count -= 1
+        self.forget_trunk(top.trunk)
         return gone
 
     def _wait_no_more(self, row: Row) -> None:
@@ -237,15 +251,15 @@ class Tree:
         if not waiting:
             del self._waiting[row.written.parent]
 
-    def forget_kind(self, kind: Kind) -> None:
+    def forget_trunk(self, trunk: Trunk) -> None:
         """If nothing is of it: salts come and go by the million."""
-        if not kind.row_count:
-            self.kinds.pop(kind.name, None)
+        if not trunk.row_count:
+            self.trunks.pop(trunk.kind_digest, None)
 
     def check_integrity(self) -> None:
         """Assert that tree, index, leaves and those that wait agree; looks at each row."""
         linked = 0
-        every: list[Row | Kind] = [*self.kinds.values(), *self.index.values()]
+        every: list[Row | Trunk] = [*self.trunks.values(), *self.index.values()]
         for above in every:
             for row in _below(above):
                 linked += 1
@@ -259,7 +273,7 @@ class Tree:
                 ), above.key.hex()
         waiting = sum(map(len, self._waiting.values()))
         assert linked + waiting == len(self.index), (linked, waiting, len(self.index))
-        counted = sum(kind.row_count for kind in self.kinds.values())
+        counted = sum(trunk.row_count for trunk in self.trunks.values())
         assert counted == len(self.index), (counted, len(self.index))
 
 
@@ -267,25 +281,25 @@ def _first(digests: bytes) -> bytes:
     return digests[:INNER_DIGEST_BYTES]
 
 
-def _below(above: Row | Kind) -> Iterator[Row]:
+def _below(above: Row | Trunk) -> Iterator[Row]:
     return (row for rows in above.children.values() for row in rows)
 
 
-def _may_stand_below(row: Row, above: Row | Kind | None) -> bool:
+def _may_stand_below(row: Row, above: Row | Trunk | None) -> bool:
     if isinstance(above, Row):
-        return above.above is not None and above.kind is row.kind and above.is_whole
+        return above.above is not None and above.trunk is row.trunk and above.is_whole
     return above is not None
 
 
-def _beginning(above: Row | Kind, digests: bytes) -> Iterator[Row]:
+def _beginning(above: Row | Trunk, digests: bytes) -> Iterator[Row]:
     """Children that begin with the same block, latest first, a bounded number."""
     return islice(reversed(above.children.get(_first(digests), ())), CANDIDATES_MAX)
 
 
-def _longest(above: Row | Kind, digests: bytes) -> Row | None:
+def _longest(above: Row | Trunk, digests: bytes) -> Row | None:
     """The child that shares most blocks."""
     return max(
-        _beginning(above, digests),
+        (row for row in _beginning(above, digests) if not row.is_foreign),
         key=lambda row: shared_blocks(row.written.digests, digests),
         default=None,
     )

@@ -99,3 +99,28 @@ def test_later_turns_hit_as_in_an_engine_that_forgets_nothing(
             prompt = [*prompt, *result.tokens, *tokens(7 + turn)]
             toys.rest(engine)
             assert engine.reset()
+
+
+OFF = {"kv_transfer_params": {"kvtide": "off"}}
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 3])
+def test_a_hit_goes_on_behind_what_the_engine_has(toys: Toys, chunk_blocks: int) -> None:
+    """Every number of blocks in the engine's own cache beside every number that kvtide holds: what
+    is there is left alone, and each other block is loaded once.
+    """
+    engine = toys.start(options(chunk_blocks, 64))
+    for held in range(1, 2 * chunk_blocks + 2):
+        prompt = tokens(held * BLOCK + 1)
+        assert_right(engine.generate(prompt), 1)
+        toys.rest()
+        for local in range(held + 1):
+            assert engine.reset()
+            if local:
+                assert_right(engine.generate(prompt[: local * BLOCK + 1], extra_args=OFF), 1)
+            before = toys.node.count("loaded_blocks")
+            result = engine.generate([*prompt, *tokens(8)])
+            assert_right(result, 1)
+            assert (result.local, result.external) == (local * BLOCK, (held - local) * BLOCK)
+            toys.rest()
+            assert toys.node.count("loaded_blocks") - before == held - local

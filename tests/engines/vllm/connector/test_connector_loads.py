@@ -1,6 +1,7 @@
 """Loads: only bytes that were read in full and verified count; each is reported exactly once."""
 
 import contextlib
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -190,6 +191,39 @@ def test_workers_fail_in_different_steps(toys: Toys) -> None:
     assert seen == {request_id: 1}
     assert tracker.no_load == "load_failed"
     assert_right(engine.results[request_id], 1, shards=2)
+
+
+REQUESTS_AT_ONCE = 8
+FAILING_RATIO = 0.01
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("request_count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [1, 4])
+def test_blocks_that_fail_now_and_then_change_no_output(
+    toys: Toys, workers: int, request_count: int
+) -> None:
+    """One in a hundred, on any rank, in requests that load side by side: the others are hit."""
+    options = ToyOptions(chunk_tokens=64, step_tokens=256, block_count=512, workers=workers)
+    engine = toys.start(options)
+    draw = random.Random(workers)
+    prompts = [tokens(draw.randrange(20, 200)) for _ in range(12)]
+    for prompt in prompts:
+        assert_right(engine.generate(prompt), 1, shards=workers)
+    toys.rest()
+    before = toys.node.count("failed_blocks")
+    failing(engine, lambda rank, ids: {one for one in ids if draw.random() < FAILING_RATIO})
+    external = 0
+    for _ in range(request_count // REQUESTS_AT_ONCE):
+        assert engine.reset()
+        asked = [[*draw.choice(prompts), *tokens(5)] for _ in range(REQUESTS_AT_ONCE)]
+        ids = [engine.add(prompt, 2) for prompt in asked]
+        engine.run()
+        for request_id in ids:
+            assert_right(engine.results[request_id], 2, shards=workers)
+            external += engine.results[request_id].external
+    assert external > request_count * BLOCK
+    until("failures are counted", lambda: toys.node.count("failed_blocks") > before)
 
 
 def test_a_region_that_went_between_plan_and_copy(toys: Toys) -> None:

@@ -182,9 +182,10 @@ class Toys:
         self.node.check()
         for engine in self.engines:
             if engine.connector is not None:
-                assert not engine.connector._is_off, "an error of the scheduler role"
+                assert not ours(engine.connector)._is_off, "an error of the scheduler role"
                 assert not engine.connector.has_pending_push_work()
-                assert not any(worker.connector._is_off for worker in engine.workers)
+                assert not any(kept := remembered(engine)), kept
+                assert not any(ours(one.connector)._is_off for one in engine.workers)
 
     def close(self) -> None:
         """End all engines."""
@@ -192,9 +193,14 @@ class Toys:
             self.engines.pop().close()
 
 
+def ours(connector: Any) -> Any:
+    """Our connector, alone or inside of one that combines several."""
+    return getattr(connector, "sub_connectors", [connector])[0]
+
+
 def scheduler_of(engine: ToyEngine) -> Any:
     """Our scheduler role."""
-    return engine.connector._scheduler
+    return ours(engine.connector)._scheduler
 
 
 def session(engine: ToyEngine) -> object:
@@ -204,7 +210,18 @@ def session(engine: ToyEngine) -> object:
 
 def workers_of(engine: ToyEngine) -> list[Any]:
     """Our worker roles."""
-    return [worker.connector._worker for worker in engine.workers]
+    return [ours(worker.connector)._worker for worker in engine.workers]
+
+
+def remembered(engine: ToyEngine) -> list[object]:
+    """What both roles keep of requests: all of it is empty once they have ended."""
+    side = scheduler_of(engine)
+    kept = [side._trackers, side._loads, side._loading, side._new_loads]
+    kept += [side._lookups._questions]
+    kept += [side._stores._asking, side._stores._left, side._stores._due, side._stores._rescues]
+    for worker in workers_of(engine):
+        kept += [worker._loads, worker._held, worker._load_errors]
+    return kept
 
 
 def stored(toys: Toys, engine: ToyEngine, length: int, weights: int = 0) -> list[int]:

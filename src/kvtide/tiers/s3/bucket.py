@@ -1,6 +1,6 @@
 """Calls to a bucket, by obstore: the only file that knows it.
 
-    put      a row of cells and headers ──► an object      sent from where they are
+    put      cells and headers in passing ──► an object      sent from where they are
     get      an object ──► received by the library ──► cells      one copy, by the caller's thread
 
 A call that its caller gives up (its task is cancelled) is broken off, and writes to no cell then.
@@ -47,11 +47,11 @@ class Listed:
     at_s: float
 
 
-class Client:
-    """A bucket. Any thread may call, each from a loop of its own.
+class Bucket:
+    """Calls to one bucket. Any thread may call, each from a loop of its own.
 
     Args:
-        bucket: its name.
+        name: of the bucket.
         config: of the place, in obstore's words.
         connection: of connections, the same.
         limit_s: no request takes longer; callers set shorter limits by themselves.
@@ -63,14 +63,14 @@ class Client:
 
     def __init__(
         self,
-        bucket: str,
+        name: str,
         config: Mapping[str, Any],
         connection: Mapping[str, Any],
         limit_s: float,
         credentials: Any = None,
     ) -> None:
         """Nothing is asked yet."""
-        self.bucket = bucket
+        self.name = name
         known: Any = {"unsigned_payload": True, **config}
         singly: Any = {**known, "disable_bulk_delete": True}
         options: Any = {**_STEADY, "timeout": timedelta(seconds=limit_s), **connection}
@@ -80,8 +80,8 @@ class Client:
             "credential_provider": credentials,
         }
         try:
-            self._store = S3Store(bucket, config=known, **both)
-            self._singly = S3Store(bucket, config=singly, **both)
+            self._store = S3Store(name, config=known, **both)
+            self._singly = S3Store(name, config=singly, **both)
         except _FAILURES as error:
             raise ConfigError(f"it cannot be opened: {_reason(error)}") from error
 
