@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from kvtide.testing.faulty_files import FaultyFiles
+from kvtide.tiers.disk import rows as logs
+from kvtide.tiers.disk.room import EVICTIONS_MAX
 from kvtide.tiers.disk.rows import Kind
-from kvtide.tiers.disk.space import STANDING_BYTES, Space
+from kvtide.tiers.disk.space import EXTENTS_BYTES, PAGE, STANDING_BYTES, Space
 from kvtide.tiers.disk.tier import DiskTier
-from kvtide.units import GiB, KiB, MiB
+from kvtide.units import GiB, KiB, MiB, round_up
 from tests.tiers.disk_place import ROOT, TINY, bytes_taken, disk_of, driven, tails
 
 CAP, FLOOR = 64 * MiB, 4 * MiB
@@ -47,6 +49,13 @@ def test_the_floor_is_kept_by_what_was_promised_too(space: Space) -> None:
     assert not space.is_above_floor(8 * MiB - STANDING_BYTES)
     assert not space.is_room_for(8 * MiB - STANDING_BYTES)
     assert space.is_room_for(7 * MiB - STANDING_BYTES)
+
+
+def test_what_always_stands_by_is_enough_for_two_removals() -> None:
+    """Of all that one call evicts: a row, which may lie across two pages, and what the maps of log
+    and segment grow by."""
+    row = logs.gone_row(1, logs.OPENING_BYTES, list(range(EVICTIONS_MAX)))
+    assert 2 * (round_up(len(row), PAGE) + PAGE + 2 * EXTENTS_BYTES) <= STANDING_BYTES
 
 
 def test_by_default_two_hundredths_of_the_drive_or_a_gibibyte_are_left_to_others(

@@ -16,7 +16,6 @@ import logging
 import os
 import stat
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -54,8 +53,6 @@ slower: they and the owner wait for one another at the interpreter's lock.)"""
 
 
 _TEMPORARIES = (f"probe{TEMPORARY}", f"{USED}{TEMPORARY}")
-_SHAPE_BITS = 16
-_BLOCKS = (1 << _SHAPE_BITS) - 1
 
 
 @dataclass(slots=True)
@@ -250,30 +247,41 @@ def _still_there(segment: Segment, read: _Read, gone: list[int]) -> list[Place]:
     that no log says yet."""
     if not gone:
         return []
-    columns, shapes = read.columns, _shapes(read.columns)
-    gone_shapes, left = Counter(map(shapes.__getitem__, gone)), Counter(shapes)
-    left.subtract(gone_shapes)
-    lengths = {
-        shape: codec.stored_bytes(columns.kinds[shape >> _SHAPE_BITS].layout, shape & _BLOCKS)
-        for shape in left
-    }
-    wanted = sum(count * lengths[shape] for shape, count in left.items())
-    if read.allocated[SEGMENT] <= wanted + min(map(lengths.__getitem__, gone_shapes)) - PAGE:
+    columns = read.columns
+    if read.allocated[SEGMENT] <= _others_and_one_bytes(columns, gone) - PAGE:
         cut = read.cut
         gone = [row for row in gone if columns.pages[row] * CELL_ALIGN_BYTES in cut] if cut else []
     segment.live += len(gone)  # until it is given back
     return [
-        Place(segment.number, columns.pages[row] * CELL_ALIGN_BYTES, lengths[shapes[row]])
+        Place(segment.number, columns.pages[row] * CELL_ALIGN_BYTES, _length_bytes(columns, row))
         for row in gone
     ]
 
 
-def _shapes(columns: Columns) -> Sequence[int]:
-    """Of each row its kind and blocks as one number: equal ones have equal lengths."""
-    if len(columns.kinds) == 1:  # as in most segments, and without a step for each row
-        return columns.blocks
-    pairs = zip(columns.kind, columns.blocks, strict=True)
-    return [kind << _SHAPE_BITS | blocks for kind, blocks in pairs]
+def _length_bytes(columns: Columns, row: int) -> int:
+    return codec.stored_bytes(columns.kinds[columns.kind[row]].layout, columns.blocks[row])
+
+
+def _others_and_one_bytes(columns: Columns, gone: list[int]) -> int:
+    """What all rows but these take, and the smallest of these."""
+    layouts = {kind.layout for kind in columns.kinds}
+    if len(layouts) == 1:
+        layout = layouts.pop()
+        one, most = (codec.stored_bytes(layout, n) for n in (1, layout.blocks_per_chunk))
+        per_block = layout.block_bytes
+        if most - one == (layout.blocks_per_chunk - 1) * per_block:
+            # All headers are equally long, as of most layouts: no step is needed for each row.
+            blocks = list(map(columns.blocks.__getitem__, gone))
+            block_count = len(columns.digests) // INNER_DIGEST_BYTES - sum(blocks) + min(blocks)
+            row_count = len(columns) - len(gone) + 1
+            return block_count * per_block + row_count * (one - per_block)
+    shapes = list(zip(columns.kind, columns.blocks, strict=True))
+    lengths = {
+        (kind, blocks): codec.stored_bytes(columns.kinds[kind].layout, blocks)
+        for kind, blocks in set(shapes)
+    }
+    of_gone = [lengths[shapes[row]] for row in gone]
+    return sum(map(lengths.__getitem__, shapes)) - sum(of_gone) + min(of_gone)
 
 
 def _read(directory: Directory, number: int, suffixes: set[str], scratch: Scratch) -> _Read:
