@@ -4,23 +4,21 @@ Ownership: one thread's.
 """
 
 import hashlib
-import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import resources
 
 from kvtide.codec.record import WRITE_ID_BYTES
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
-from kvtide.core.layout import KVLayout
-from kvtide.core.records import Record, RootName
+from kvtide.core.records import Record
 from kvtide.errors import PlaceFailed
 from kvtide.tiers.base import LookupJob
 from kvtide.tiers.redis.resp import Connection, Reply, ServerError
 from kvtide.tiers.redis.routes import Routes
 from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.census import Census
+from kvtide.tiers.remote.kinds import KIND_BYTES, kind_of
 from kvtide.tiers.remote.session import Put
 from kvtide.tiers.scope import Scope
 
@@ -30,7 +28,6 @@ SCRIPT = (resources.files(__package__) / "index.lua").read_bytes()
 _SHA = hashlib.sha1(SCRIPT, usedforsecurity=False).hexdigest().encode()
 WRITE_IDS_MAX = 8192
 """Noted at once: all that is found for one prompt, several times."""
-_KIND_BYTES = 16
 _PARTS_BYTES = 20
 _ROW_AT = 92
 _HEAD_BYTES = 21
@@ -74,18 +71,6 @@ class Begun:
 
     why: str
     life: bytes
-
-
-@lru_cache(maxsize=64)
-def kind_of(root: RootName, layout: KVLayout) -> bytes:
-    """16 bytes that stand for a root and a layout."""
-    running = hashlib.sha256(b"kvtide kind 1")
-    for value in (root.key, root.fingerprint, root.epoch, root.salt_digest):
-        running.update(struct.pack("<H", len(value)) + value)
-    sizes = layout.cell_bytes
-    running.update(struct.pack("<II", layout.block_tokens, layout.chunk_tokens))
-    running.update(struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes))
-    return running.digest()[:_KIND_BYTES]
 
 
 class Index:
@@ -309,7 +294,7 @@ class Index:
                 if told[:1] != b"1":  # it was not whole, and began anew
                     self._census.counted({})
                 kinds_at = _HEAD_BYTES + _PARTS_BYTES * int(told[17:_HEAD_BYTES])
-                self._census.said(int(told[1:17]), _cut(told[kinds_at:], _KIND_BYTES))
+                self._census.said(int(told[1:17]), _cut(told[kinds_at:], KIND_BYTES))
                 self._victims += _cut(told[_HEAD_BYTES:kinds_at], _PARTS_BYTES)
                 return result
         raise _nonsense(reply)

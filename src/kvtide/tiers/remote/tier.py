@@ -370,10 +370,11 @@ class RemoteTier:
     # ---- numbers and the end
 
     def statistics(self) -> TierStatistics:
+        bytes_max = self.bytes_max if self._census.bytes_max is None else self._census.bytes_max
         return TierStatistics(
             state=self._breaker.reason or self._health.state,
-            bytes_used=min(self._census.bytes_used, self.bytes_max),
-            bytes_max=self.bytes_max,
+            bytes_used=min(self._census.bytes_used, bytes_max),
+            bytes_max=bytes_max,
             records=self._census.records,
             queued_bytes=self._pending.queued_bytes,
             loaded=dict(self._loaded),

@@ -1,0 +1,192 @@
+"""The program that has Mooncake's client in it: it does what its one socket asks for, in order.
+
+    python -m kvtide.tiers.mooncake.process SOCKET MEMORY PARENT       two descriptors, a process
+
+A request and an answer are JSON behind a length of four bytes; the bytes of values lie in MEMORY,
+which both sides map. Calls of the client have no deadline, cannot be called back, hang for as long
+as a server does, and may end their process (it aborts where it finds something wrong, and crashes
+when it is used late). So they happen here: who asks waits as long as it likes, and then kills this
+process, after which nothing of it writes anywhere. It ends with its socket, or with its parent.
+
+Its listeners (the client opens two, on all addresses, whatever it is told) answer only this
+machine: nobody has to call a client that owns no memory of the store.
+"""
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+LENGTH = struct.Struct("<I")
+MESSAGE_BYTES_MAX = 64 << 20
+_PR_SET_PDEATHSIG = 1
+
+
+class Calls:
+    """What may be asked for, by name."""
+
+    def __init__(self, memory: mmap.mmap, master: str, metadata: str, protocol: str) -> None:
+        """Become a client that owns nothing of the store.
+
+        Raises:
+            ImportError: there is no client on this machine.
+            ConnectionError: the store does not take it.
+        """
+        from mooncake.store import MooncakeDistributedStore
+
+        self._store = MooncakeDistributedStore()
+        self._at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        code = self._store.setup("127.0.0.1", metadata, 0, 0, protocol, "", master)
+        if code == 0:
+            keep_listeners_inside()
+            code = self._store.register_buffer(self._at, len(memory))
+        if code != 0:
+            raise ConnectionError(f"it takes no client (Mooncake's error {code})")
+
+    def exist(self, names: Sequence[str]) -> list[int]:
+        """Of each 1 or 0; negative: it cannot be told."""
+        codes: list[int] = self._store.batch_is_exist(names)
+        return codes
+
+    def heads(self, names: Sequence[str], length: int) -> list[int]:
+        """The first bytes of each, one after the other in memory; this length, or why not."""
+        codes: list[int] = self._store.batch_get_session_start(names)
+        there = [number for number, code in enumerate(codes) if code == 0]
+        if not there:
+            return codes
+        begun = [names[number] for number in there]
+        places = [[self._at + number * length] for number in there]
+        lengths, zeroes = [[length]] * len(there), [[0]] * len(there)
+        got = self._store.batch_get_into_multi_buffer_ranges(begun, places, lengths, zeroes)
+        self._store.batch_get_session_end(begun)
+        for number, code in zip(there, got, strict=True):
+            codes[number] = code
+        return codes
+
+    def begin_get(self, name: str) -> int:
+        """Find out where it is; 0, or why not."""
+        return self._one(self._store.batch_get_session_start([name]))
+
+    def get(self, name: str, start: int, length: int, place: int) -> int:
+        """Bytes of it into memory, between `begin_get` and `end_get`; their length."""
+        address = self._at + place
+        return self._one(
+            self._store.batch_get_into_multi_buffer_ranges(
+                [name], [[address]], [[length]], [[start]]
+            )
+        )
+
+    def end_get(self, name: str) -> int:
+        code: int = self._store.batch_get_session_end([name])
+        return code
+
+    def begin_put(self, name: str, length: int) -> int:
+        """Set room aside for it; 0, or why not."""
+        return self._one(self._store.batch_put_session_start([name], [length]))
+
+    def put(self, name: str, start: int, length: int, place: int) -> int:
+        """Bytes of it from memory, between `begin_put` and `end_put`; their length."""
+        address = self._at + place
+        return self._one(
+            self._store.batch_put_from_multi_buffer_ranges(
+                [name], [[address]], [[length]], [[start]]
+            )
+        )
+
+    def end_put(self, name: str) -> int:
+        """It is there from now on, whole."""
+        return self._one(self._store.batch_put_session_end([name]))
+
+    def revoke(self, name: str) -> int:
+        """It will not be."""
+        return self._one(self._store.batch_put_session_revoke([name]))
+
+    def replace(self, names: Sequence[str], length: int) -> list[int]:
+        """Small ones of one length, one after the other in memory; 0, or why not."""
+        places = [self._at + number * length for number in range(len(names))]
+        codes: list[int] = self._store.batch_upsert_from(names, places, [length] * len(names))
+        return codes
+
+    def remove(self, names: Sequence[str]) -> list[int]:
+        """Whoever reads them."""
+        codes: list[int] = self._store.batch_remove(names, True)
+        return codes
+
+    def remove_all(self, pattern: str) -> int:
+        """Those whose names have this in them; how many there were, or why not."""
+        count: int = self._store.remove_by_regex(pattern, True)
+        return count
+
+    @staticmethod
+    def _one(codes: Sequence[int]) -> int:
+        return codes[0]
+
+
+def keep_listeners_inside() -> None:
+    """Bind all listening sockets of this process to the loopback device."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            duplicate = socket.socket(fileno=os.dup(int(name)))
+            with duplicate:
+                if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                ):
+                    duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+
+
+def send(channel: socket.socket, message: Any) -> None:
+    """One request or answer."""
+    content = json.dumps(message).encode()
+    channel.sendall(LENGTH.pack(len(content)) + content)
+
+
+def receive(read: Callable[[int], bytes]) -> Any:
+    """The next one, by what reads exactly so many bytes.
+
+    Raises:
+        ValueError: it is none.
+    """
+    (length,) = LENGTH.unpack(read(LENGTH.size))
+    if length > MESSAGE_BYTES_MAX:
+        raise ValueError(f"a message of {length} bytes")
+    return json.loads(read(length))
+
+
+def main() -> None:
+    """Serve until the socket ends."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[3]):
+        return
+    memory = mmap.mmap(int(sys.argv[2]), 0)
+    stream = channel.makefile("rb")
+
+    def read(length: int) -> bytes:
+        content = stream.read(length)
+        if len(content) < length:
+            os._exit(0)  # in order, the client would take a second, or crash
+        return content
+
+    try:
+        calls = Calls(memory, *receive(read))
+    except ImportError as error:
+        send(channel, f"Mooncake's client cannot be used here: {error}")
+        return
+    except ConnectionError as error:
+        send(channel, str(error))
+        return
+    send(channel, "")
+    while True:
+        name, *arguments = receive(read)
+        send(channel, getattr(calls, name)(*arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Mooncake tiers for tests."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvtide.mooncake_address import Address
+from kvtide.testing.mooncake_servers import Store
+from kvtide.testing.tier_drive import DrivenTier
+from kvtide.tiers.mooncake.client import Place
+from kvtide.tiers.mooncake.master import Master
+from kvtide.tiers.mooncake.session import MooncakeSession
+from kvtide.tiers.remote.tier import RemoteTier
+from kvtide.units import MiB
+
+PREFIX = "kvtide"
+QUEUE_BYTES_MAX = 8 * MiB
+WAIT_S = 60.0
+PATIENT_S = 30.0
+"""For what does not measure waiting, on a machine that is busy."""
+
+
+def open_mooncake(
+    store: Store,
+    port: int | None = None,
+    wake: Callable[[], None] = lambda: None,
+    *,
+    prefix: str = PREFIX,
+    call_s: float = PATIENT_S,
+    put_s: float = PATIENT_S,
+) -> RemoteTier:
+    """A tier, by another port of the master's; it knows what is there, or that nobody answers."""
+    place = Place(Address("127.0.0.1", port or store.port))
+    master = Master("127.0.0.1", store.metrics_port)
+    heard = threading.Event()
+
+    def wake_both() -> None:
+        heard.set()
+        wake()
+
+    tier = RemoteTier(
+        "mooncake",
+        str(place.address),
+        lambda census: MooncakeSession(place, master, prefix, census, call_s, put_s),
+        0,
+        wake_both,
+        QUEUE_BYTES_MAX,
+    )
+    assert heard.wait(WAIT_S)
+    tier.poll()
+    return tier
+
+
+@contextmanager
+def driven(store: Store, port: int | None = None, **limits: float) -> Iterator[DrivenTier]:
+    """A tier whose promises are watched; closed at the end."""
+    woken = threading.Event()
+    tier = DrivenTier(open_mooncake(store, port, woken.set, **limits), woken, WAIT_S)
+    try:
+        yield tier
+    finally:
+        tier.close(WAIT_S)
+    tier.check_quiet()
