@@ -14,13 +14,9 @@ class Address:
     host: str
     port: int = MASTER_PORT
 
-    @property
-    def host_and_port(self) -> str:
-        """As URLs say both."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
     def __str__(self) -> str:
-        return f"mooncake://{self.host_and_port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"mooncake://{host}:{self.port}"
 
 
 def parse_address(raw: object) -> Address:

@@ -10,14 +10,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kvtide.mooncake_address import Address
 from kvtide.testing.redis_servers import free_port
+from kvtide.tiers.mooncake.client import Client, Place
 from kvtide.tiers.mooncake.master import Master, Numbers
 from kvtide.units import MiB
 
@@ -77,6 +77,10 @@ class Store:
         self.owners.append(owner)
         self._wait(lambda: self.numbers().bytes_max > before)
 
+    def wait_for_owners(self) -> None:
+        """Until a master that came back knows of them."""
+        self._wait(lambda: self.numbers().bytes_max > 0)
+
     def kill_master(self) -> None:
         """At once; with it goes what it knew, which is all."""
         if self.master is not None:
@@ -84,13 +88,17 @@ class Store:
             self.master.wait()
             self.master = None
 
-    def kill(self) -> None:
-        """All."""
-        self.kill_master()
+    def kill_owners(self) -> None:
+        """At once, with all that they have."""
         for owner in self.owners:
             owner.kill()
             owner.wait()
         self.owners.clear()
+
+    def kill(self) -> None:
+        """All."""
+        self.kill_master()
+        self.kill_owners()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -111,6 +119,13 @@ class Store:
         """Of all values."""
         found = Master("127.0.0.1", self.metrics_port).names(time.monotonic() + START_S_MAX)
         return sorted(name for name in found if name)
+
+    def remove(self, names: Sequence[str]) -> None:
+        """As the store itself does when it is full."""
+        client = Client(Place(self.address))
+        client.limit(time.monotonic() + START_S_MAX)
+        assert client.call("remove", list(names)) == [0] * len(names)
+        client.close()
 
     def flip(self, name: str, at: int) -> None:
         """Change a byte of a value where it rests, in its owner's memory. Negative: from its end."""
@@ -149,7 +164,7 @@ class Store:
                 cwd=self.directory,
             )
 
-    def _wait(self, is_done: Any) -> None:
+    def _wait(self, is_done: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + START_S_MAX
         while not is_done():
             for process in (self.master, *self.owners):

@@ -31,8 +31,7 @@ WINDOW_BYTES = 4 * MiB
 WINDOWS = 2
 """One travels while the other is copied and summed."""
 MEMORY_BYTES = WINDOWS * WINDOW_BYTES
-CONNECT_S_MAX = 1.0
-"""Whether there is a master at all is tried first: the client itself tries for seconds."""
+PROGRAM = "kvtide.tiers.mooncake.process"
 START_S_MAX = 20.0
 """A process that is not ready by then never will be."""
 NOT_THERE = (-703, -704)
@@ -78,7 +77,7 @@ class Client:
     """See the module. Calls raise PlaceFailed, and the process is gone then."""
 
     def __init__(self, place: Place) -> None:
-        """Nothing is started yet."""
+        """Begin to start the process: nobody waits for it here."""
         self._place = place
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -92,6 +91,8 @@ class Client:
         os.ftruncate(self._memory_fd, MEMORY_BYTES)
         self.memory = memoryview(mmap.mmap(self._memory_fd, MEMORY_BYTES))
         """What both sides see."""
+        self._reason = ""
+        self._start()
 
     def limit(self, until_s: float) -> None:
         """Calls have ended by then."""
@@ -177,24 +178,42 @@ class Client:
     # ---- the process
 
     def _begin(self) -> None:
-        """Be connected."""
+        """Have a process that is ready."""
         if self._is_interrupted:
             raise PlaceFailed("it is being closed")
+        if self._process is not None and self._process.poll() is not None:
+            self.end()  # it was refused, or has crashed, while nobody asked
+        if self._is_ready:
+            return
+        if self._process is not None and self._is_refused():
+            self.end()  # that was when it was started, maybe long ago
         if self._process is None:
             self._start()
-        if not self._is_ready:
-            self._get_ready()
+            if self._is_refused():
+                reason, self._reason = self._reason, ""
+                self.end()
+                raise PlaceFailed(reason)
+
+    def _is_refused(self) -> bool:
+        """Wait until it is ready; whoever is in a hurry leaves it to the next call."""
+        try:
+            self._reason = self._received()
+        except TimeoutError:
+            if time.monotonic() - self._started_s > START_S_MAX:
+                raise
+            raise PlaceFailed("its client is being started") from None
+        except ConnectionError as error:
+            self._reason = str(error)
+        self._is_ready = not self._reason
+        return not self._is_ready
 
     def _start(self) -> None:
-        address = self._place.address
-        limit_s = min(CONNECT_S_MAX, self._left_s())
-        socket.create_connection((address.host, address.port), limit_s).close()
+        address, place = self._place.address, self._place
         ours, theirs = socket.socketpair()
         with theirs:
             descriptors = (theirs.fileno(), self._memory_fd)
-            said = [str(number) for number in (*descriptors, os.getpid())]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "kvtide.tiers.mooncake.process", *said],
+                [sys.executable, "-P", "-m", PROGRAM, *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # it tells of each miss; what matters comes as codes
@@ -206,21 +225,7 @@ class Client:
         self._channel, self._started_s, self.due = ours, time.monotonic(), 0
         if self._is_interrupted:
             self._process.kill()
-        place = self._place
-        send(ours, (address.host_and_port, place.metadata, place.protocol))
-
-    def _get_ready(self) -> None:
-        """Wait until it is; whoever is in a hurry leaves it to the next call."""
-        try:
-            reason = self._received()
-        except TimeoutError:
-            if time.monotonic() - self._started_s > START_S_MAX:
-                raise
-            raise PlaceFailed("its client is being started") from None
-        if reason:
-            self.end()
-            raise PlaceFailed(reason)
-        self._is_ready = True
+        send(ours, (address.host, address.port, place.metadata, place.protocol))
 
     # ---- the socket
 

@@ -1,12 +1,12 @@
 """The program that has Mooncake's client in it: it does what its one socket asks for, in order.
 
-    python -m kvtide.tiers.mooncake.process SOCKET MEMORY PARENT       two descriptors, a process
+    python -m kvtide.tiers.mooncake.process SOCKET MEMORY              descriptors
 
 A request and an answer are JSON behind a length of four bytes; the bytes of values lie in MEMORY,
 which both sides map. Calls of the client have no deadline, cannot be called back, hang for as long
 as a server does, and may end their process (it aborts where it finds something wrong, and crashes
 when it is used late). So they happen here: who asks waits as long as it likes, and then kills this
-process, after which nothing of it writes anywhere. It ends with its socket, or with its parent.
+process, after which nothing of it writes anywhere. It ends with its socket, whatever hangs.
 
 Its listeners (the client opens two, on all addresses, whatever it is told) answer only this
 machine: nobody has to call a client that owns no memory of the store.
@@ -17,30 +17,37 @@ import ctypes
 import json
 import mmap
 import os
-import signal
+import select
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+MASTER_GONE = -900
 LENGTH = struct.Struct("<I")
 MESSAGE_BYTES_MAX = 64 << 20
-_PR_SET_PDEATHSIG = 1
+CONNECT_S_MAX = 1.0
+"""Whether there is a master at all is tried first: the client itself tries for seconds."""
 
 
 class Calls:
     """What may be asked for, by name."""
 
-    def __init__(self, memory: mmap.mmap, master: str, metadata: str, protocol: str) -> None:
+    def __init__(
+        self, memory: mmap.mmap, host: str, port: int, metadata: str, protocol: str
+    ) -> None:
         """Become a client that owns nothing of the store.
 
         Raises:
             ImportError: there is no client on this machine.
-            ConnectionError: the store does not take it.
+            OSError: the store does not take it, or is not there.
         """
         from mooncake.store import MooncakeDistributedStore
 
+        socket.create_connection((host, port), CONNECT_S_MAX).close()
+        master = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._store = MooncakeDistributedStore()
         self._at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         code = self._store.setup("127.0.0.1", metadata, 0, 0, protocol, "", master)
@@ -52,12 +59,11 @@ class Calls:
 
     def exist(self, names: Sequence[str]) -> list[int]:
         """Of each 1 or 0; negative: it cannot be told."""
-        codes: list[int] = self._store.batch_is_exist(names)
-        return codes
+        return self._asked(self._store.batch_is_exist, names)
 
     def heads(self, names: Sequence[str], length: int) -> list[int]:
         """The first bytes of each, one after the other in memory; this length, or why not."""
-        codes: list[int] = self._store.batch_get_session_start(names)
+        codes = self._asked(self._store.batch_get_session_start, names)
         there = [number for number, code in enumerate(codes) if code == 0]
         if not there:
             return codes
@@ -72,7 +78,7 @@ class Calls:
 
     def begin_get(self, name: str) -> int:
         """Find out where it is; 0, or why not."""
-        return self._one(self._store.batch_get_session_start([name]))
+        return self._asked(self._store.batch_get_session_start, [name])[0]
 
     def get(self, name: str, start: int, length: int, place: int) -> int:
         """Bytes of it into memory, between `begin_get` and `end_get`; their length."""
@@ -89,7 +95,7 @@ class Calls:
 
     def begin_put(self, name: str, length: int) -> int:
         """Set room aside for it; 0, or why not."""
-        return self._one(self._store.batch_put_session_start([name], [length]))
+        return self._asked(self._store.batch_put_session_start, [name], [length])[0]
 
     def put(self, name: str, start: int, length: int, place: int) -> int:
         """Bytes of it from memory, between `begin_put` and `end_put`; their length."""
@@ -111,22 +117,26 @@ class Calls:
     def replace(self, names: Sequence[str], length: int) -> list[int]:
         """Small ones of one length, one after the other in memory; 0, or why not."""
         places = [self._at + number * length for number in range(len(names))]
-        codes: list[int] = self._store.batch_upsert_from(names, places, [length] * len(names))
-        return codes
+        return self._asked(self._store.batch_upsert_from, names, places, [length] * len(names))
 
     def remove(self, names: Sequence[str]) -> list[int]:
         """Whoever reads them."""
-        codes: list[int] = self._store.batch_remove(names, True)
-        return codes
+        return self._asked(self._store.batch_remove, names, True)
 
     def remove_all(self, pattern: str) -> int:
         """Those whose names have this in them; how many there were, or why not."""
-        count: int = self._store.remove_by_regex(pattern, True)
-        return count
+        return self._asked(lambda: [self._store.remove_by_regex(pattern, True)])[0]
 
     @staticmethod
     def _one(codes: Sequence[int]) -> int:
         return codes[0]
+
+    @staticmethod
+    def _asked(call: Callable[..., list[int]], *arguments: Any) -> list[int]:
+        """What the master says. A connection that has ended since is noticed by a first call
+        alone, which fails at once; the next one connects again."""
+        codes = call(*arguments)
+        return call(*arguments) if set(codes) == {MASTER_GONE} else codes
 
 
 def keep_listeners_inside() -> None:
@@ -159,19 +169,26 @@ def receive(read: Callable[[int], bytes]) -> Any:
     return json.loads(read(length))
 
 
+def _end_with(channel: socket.socket) -> None:
+    """End when nobody has the other end any more, whatever the client does: in order, that would
+    take it a second, or crash."""
+    poll = select.poll()
+    poll.register(channel, select.POLLRDHUP)
+    poll.poll()
+    os._exit(0)
+
+
 def main() -> None:
     """Serve until the socket ends."""
     channel = socket.socket(fileno=int(sys.argv[1]))
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[3]):
-        return
+    threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
     memory = mmap.mmap(int(sys.argv[2]), 0)
     stream = channel.makefile("rb")
 
     def read(length: int) -> bytes:
         content = stream.read(length)
         if len(content) < length:
-            os._exit(0)  # in order, the client would take a second, or crash
+            os._exit(0)
         return content
 
     try:
@@ -179,7 +196,7 @@ def main() -> None:
     except ImportError as error:
         send(channel, f"Mooncake's client cannot be used here: {error}")
         return
-    except ConnectionError as error:
+    except OSError as error:
         send(channel, str(error))
         return
     send(channel, "")
