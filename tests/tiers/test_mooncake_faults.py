@@ -226,7 +226,10 @@ def test_a_client_that_dies_in_a_call_costs_that_call(store: Store) -> None:
             loads = [tier.submit_load(record) for _ in range(2)]
             assert not tier.has_ended(loads[0])
             end_clients(signal.SIGKILL)
-            assert {tier.loaded(load) for load in loads} <= {LoadOutcome.FAILED, LoadOutcome.LOADED}
+            assert {tier.loaded(load) for load in loads} <= {
+                LoadOutcome.FAILED,
+                LoadOutcome.LOADED,
+            }
         assert tier.load(record) is LoadOutcome.LOADED
 
 

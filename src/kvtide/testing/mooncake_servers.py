@@ -128,7 +128,7 @@ class Store:
         client.close()
 
     def flip(self, name: str, at: int) -> None:
-        """Change a byte of a value where it rests, in its owner's memory. Negative: from its end."""
+        """Change a byte of a value in its owner's memory. Negative: from its end."""
         status, answer = self.ask(f"/query_key?key={name}")
         assert status == http.client.OK, answer
         (where,) = json.loads(answer)["data"]
@@ -143,7 +143,9 @@ class Store:
 
     def ask(self, path: str) -> tuple[int, bytes]:
         """What the master answers by HTTP; 0: nothing."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=START_S_MAX)
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", self.metrics_port, timeout=START_S_MAX
+        )
         try:
             connection.request("GET", path)
             answer = connection.getresponse()

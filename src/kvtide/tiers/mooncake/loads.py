@@ -17,9 +17,7 @@ def window_lengths(record: Record) -> list[int]:
     return [min(WINDOW_BYTES, length - at) for at in range(0, length, WINDOW_BYTES)]
 
 
-def loaded(
-    client: Client, name: str, record: Record, cells: Sequence[memoryview]
-) -> LoadOutcome:
+def loaded(client: Client, name: str, record: Record, cells: Sequence[memoryview]) -> LoadOutcome:
     """LOADED, ABSENT or CORRUPT; it is left where it is."""
     if client.code("begin_get", name, but=NOT_THERE) < 0:
         return LoadOutcome.ABSENT

@@ -45,7 +45,9 @@ def require_client() -> None:
         ConfigError: it is not.
     """
     if importlib.util.find_spec("mooncake") is None:
-        raise ConfigError("a mooncake tier needs Mooncake's client: pip install 'kvtide[mooncake]'")
+        raise ConfigError(
+            "a mooncake tier needs Mooncake's client: pip install 'kvtide[mooncake]'"
+        )
     try:
         ctypes.CDLL(VERBS)
     except OSError as error:

@@ -26,6 +26,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 MASTER_GONE = -900
+LEASE_OVER = -707
+"""What was asked for is not evicted for a while; that ended before the answer, or the bytes, had
+come. What then came is not to be believed, but may be asked for again."""
 LENGTH = struct.Struct("<I")
 MESSAGE_BYTES_MAX = 64 << 20
 CONNECT_S_MAX = 1.0
@@ -63,14 +66,24 @@ class Calls:
 
     def heads(self, names: Sequence[str], length: int) -> list[int]:
         """The first bytes of each, one after the other in memory; this length, or why not."""
+        codes = self._heads(names, list(range(len(names))), length)
+        late = [number for number, code in enumerate(codes) if code == LEASE_OVER]
+        again = self._heads([names[number] for number in late], late, length)
+        for number, code in zip(late, again, strict=True):
+            codes[number] = code
+        return codes
+
+    def _heads(self, names: Sequence[str], places: Sequence[int], length: int) -> list[int]:
+        if not names:
+            return []
         codes = self._asked(self._store.batch_get_session_start, names)
         there = [number for number, code in enumerate(codes) if code == 0]
         if not there:
             return codes
         begun = [names[number] for number in there]
-        places = [[self._at + number * length] for number in there]
+        addresses = [[self._at + places[number] * length] for number in there]
         lengths, zeroes = [[length]] * len(there), [[0]] * len(there)
-        got = self._store.batch_get_into_multi_buffer_ranges(begun, places, lengths, zeroes)
+        got = self._store.batch_get_into_multi_buffer_ranges(begun, addresses, lengths, zeroes)
         self._store.batch_get_session_end(begun)
         for number, code in zip(there, got, strict=True):
             codes[number] = code
@@ -78,10 +91,20 @@ class Calls:
 
     def begin_get(self, name: str) -> int:
         """Find out where it is; 0, or why not."""
-        return self._asked(self._store.batch_get_session_start, [name])[0]
+        code = self._asked(self._store.batch_get_session_start, [name])[0]
+        if code == LEASE_OVER:
+            code = self._asked(self._store.batch_get_session_start, [name])[0]
+        return code
 
     def get(self, name: str, start: int, length: int, place: int) -> int:
         """Bytes of it into memory, between `begin_get` and `end_get`; their length."""
+        code = self._get(name, start, length, place)
+        if code != LEASE_OVER:
+            return code
+        self.end_get(name)
+        return self.begin_get(name) or self._get(name, start, length, place)
+
+    def _get(self, name: str, start: int, length: int, place: int) -> int:
         address = self._at + place
         return self._one(
             self._store.batch_get_into_multi_buffer_ranges(

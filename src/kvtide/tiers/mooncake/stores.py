@@ -119,12 +119,16 @@ class Stores:
             if code == TARGET_BYTES
         }
         there = self._client.codes("exist", [known.record(one.key) for one in read.values()])
-        return {name: one for (name, one), is_there in zip(read.items(), there, strict=True) if is_there}
+        return {
+            name: one
+            for (name, one), is_there in zip(read.items(), there, strict=True)
+            if is_there
+        }
 
     # ---- sending
 
     def _set(self, record: Record, known: Names, missing: Sequence[str]) -> bool:
-        """Have small values say that it has these blocks; False: there is no room even for them."""
+        """Have small values say that it has these blocks; False: there is no room for them."""
         if not missing:
             return True
         content = Target(record.key, record.blocks).packed()
