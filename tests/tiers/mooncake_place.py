@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from kvtide.mooncake_address import Address
 from kvtide.testing.mooncake_servers import Store
@@ -28,6 +29,7 @@ def open_mooncake(
     prefix: str = PREFIX,
     call_s: float = PATIENT_S,
     put_s: float = PATIENT_S,
+    queue_bytes_max: int = QUEUE_BYTES_MAX,
 ) -> RemoteTier:
     """A tier, by another port of the master's; it knows what is there, or that nobody answers."""
     place = Place(Address("127.0.0.1", port or store.port))
@@ -44,7 +46,7 @@ def open_mooncake(
         lambda census: MooncakeSession(place, master, prefix, census, call_s, put_s),
         0,
         wake_both,
-        QUEUE_BYTES_MAX,
+        queue_bytes_max,
     )
     assert heard.wait(WAIT_S)
     tier.poll()
@@ -52,10 +54,10 @@ def open_mooncake(
 
 
 @contextmanager
-def driven(store: Store, port: int | None = None, **limits: float) -> Iterator[DrivenTier]:
+def driven(store: Store, port: int | None = None, **more: Any) -> Iterator[DrivenTier]:
     """A tier whose promises are watched; closed at the end."""
     woken = threading.Event()
-    tier = DrivenTier(open_mooncake(store, port, woken.set, **limits), woken, WAIT_S)
+    tier = DrivenTier(open_mooncake(store, port, woken.set, **more), woken, WAIT_S)
     try:
         yield tier
     finally:
