@@ -67,6 +67,14 @@ METRICS = (
     Metric("kvtide_grants", "gauge", "Runs of cells lent to engines and tiers.", "grants"),
     Metric("kvtide_engines", "gauge", "Engines that are connected.", "engines"),
     Metric(
+        "kvtide_engines_off_total",
+        "counter",
+        "Engines whose caching was turned off, by themselves or by the node, by reason.",
+        "off.",
+        ("reason",),
+        is_nodes=True,
+    ),
+    Metric(
         "kvtide_prompt_tokens_total",
         "counter",
         "Prompt tokens by where their KV came from, counted once for each request when it is"
@@ -217,12 +225,26 @@ METRICS = (
     Metric("kvtide_load_seconds", "histogram", "Copying of one load in one worker.", "load"),
     Metric("kvtide_store_seconds", "histogram", "Copying of one step's stores.", "store"),
     Metric(
+        "kvtide_stored_after_seconds",
+        "histogram",
+        "From the grant of a chunk or tail to the moment when all workers have copied it.",
+        "stored_after",
+        is_nodes=True,
+    ),
+    Metric(
         "kvtide_retrieve_seconds",
         "histogram",
         "From a request's arrival to the report that its load has ended.",
         "retrieve",
     ),
 )
+
+
+def duration_counts(name: str, micros: int) -> list[tuple[str, int]]:
+    """The counters of a histogram that one duration raises, and by how much."""
+    micros = max(0, micros)
+    bucket = next((bound for bound in BUCKETS_US if micros <= bound), "inf")
+    return [(f"{name}.us.{bucket}", 1), (f"{name}.us.sum", micros)]
 
 
 class Counters:
@@ -238,10 +260,8 @@ class Counters:
 
     def observe_s(self, name: str, seconds: float) -> None:
         """Count one duration."""
-        micros = max(0, int(seconds * 1e6))
-        bucket = next((bound for bound in BUCKETS_US if micros <= bound), None)
-        self.add(f"{name}.us.{'inf' if bucket is None else bucket}")
-        self.add(f"{name}.us.sum", micros)
+        for counter, increment in duration_counts(name, int(seconds * 1e6)):
+            self.add(counter, increment)
 
     def take(self) -> dict[str, int]:
         """The increments; counting starts anew."""

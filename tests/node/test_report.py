@@ -51,6 +51,33 @@ def test_values_of_labels_are_all_that_the_code_counts(world: World) -> None:
     assert found == {name: set(report.LABELS[f"{name}."]) for name in found}
 
 
+def test_engines_that_are_off_are_counted_by_reason(world: World) -> None:
+    """By their own word as well as by the node's."""
+    one = Engine(world, "one")
+    one.connect_scheduler()
+    one.identify(off_reason="groups", off_detail="two of them")
+    other = Engine(world, "other", cell_bytes=1024 * 1024)
+    other.start()
+    text = render(report.numbers(world.machine, {}, {}))
+    assert 'kvtide_engines_off_total{reason="groups"} 1\n' in text
+    assert 'kvtide_engines_off_total{reason="host_too_small"} 1\n' in text
+    assert 'kvtide_engines_off_total{reason="device"} 0\n' in text
+
+
+def test_how_long_a_store_took_is_counted_once_all_workers_have_copied_it(world: World) -> None:
+    engine = Engine(world, workers=2).start()
+    fine, failed = (engine.offer(prompt(part)).grants[0] for part in (1, 2))
+    world.now_ms += 250
+    engine.stored([fine], ranks=[0])
+    engine.stored([failed], ranks=[0], ok=False)
+    engine.stored([failed], ranks=[1])
+    assert "kvtide_stored_after_seconds_count 0\n" in render(report.numbers(world.machine, {}, {}))
+    engine.stored([fine], ranks=[1])
+    text = render(report.numbers(world.machine, {}, {}))
+    assert "kvtide_stored_after_seconds_sum 0.250000\n" in text
+    assert "kvtide_stored_after_seconds_count 1\n" in text
+
+
 def test_every_value_of_a_label_is_given_from_the_start(world: World) -> None:
     text = render(report.numbers(world.machine, {}, {}))
     for metric in METRICS:

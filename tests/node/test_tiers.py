@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from kvtide.core import effects as fx
 from kvtide.core import messages as m
 from kvtide.core.layout import KVLayout
 from kvtide.core.records import Record, RootName
-from kvtide.node import build, runtime
+from kvtide.node import build, main, runtime
 from kvtide.node import tiers as node_tiers
 from kvtide.node.memory import RegionFiles, allocate
 from kvtide.node.tiers import CLOSE_LATE_S_MAX, CLOSE_S_MAX, HEALTH_MS, Tiers
@@ -192,6 +193,21 @@ def test_a_tier_that_hangs_at_its_end_does_not_keep_a_failed_start_from_ending(
     hanging.may_end.set()
     thread.join()
     assert has_ended
+
+
+def test_a_node_that_cannot_serve_closes_its_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = Recorder(lambda: None)
+    tier.name = "recorder"
+    monkeypatch.setattr(build.Opening, "_opened", lambda _: tier)
+    entry = {"type": "shared_dir", "path": str(tmp_path / "kv"), "bytes_max": "1GiB"}
+    given = {"KVTIDE_TIERS": json.dumps([entry]), "KVTIDE_HOST_BYTES": "64MiB"}
+    places = Places(tmp_path)
+    (places.socket / "of somebody").mkdir(parents=True)
+    with pytest.raises(OSError, match=re.escape(str(places.socket))):
+        asyncio.run(main.serve(config.read(environ=given), places, build.Way.FOREGROUND))
+    assert tier.is_closed
 
 
 def test_a_disk_that_does_not_answer_does_not_keep_a_node_from_serving(

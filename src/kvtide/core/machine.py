@@ -180,7 +180,11 @@ class Machine:
 
     def _stored(self, connection: int, message: m.Stored) -> None:
         worker = self._presence.worker(connection)
+        grant = self.lending.grants.get(message.grant)
         self.lending.answered(message.grant, worker, is_ok=message.ok)
+        has_ended = message.grant not in self.lending.grants
+        if grant is not None and has_ended and not grant.has_failed:
+            self._parts.observe_ms("stored_after", self._parts.now_ms - grant.since_ms)
 
     def _counts(self, connection: int, message: m.Counts) -> None:
         instance, increments = self._presence.instance(connection), message.increments

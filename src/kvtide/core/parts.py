@@ -13,6 +13,7 @@ from kvtide.core.promotions import Promotions
 from kvtide.core.regions import Regions
 from kvtide.core.tiering import TierPlan
 from kvtide.core.writes import Writes
+from kvtide.metrics import duration_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +94,8 @@ class Parts:
     def count(self, name: str, increment: int) -> None:
         """Raise one of the node's own counters."""
         self.counts[name] = self.counts.get(name, 0) + increment
+
+    def observe_ms(self, name: str, ms: int) -> None:
+        """Count one of the node's own durations."""
+        for counter, increment in duration_counts(name, ms * 1000):
+            self.count(counter, increment)

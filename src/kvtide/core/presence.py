@@ -174,7 +174,7 @@ class Presence:
         instance.identity, instance.layout, instance.off = identity, None, None
         instance.is_identified = True
         if layout is None:
-            instance.off = Off(OffReason(identity.off_reason), identity.off_detail)
+            self._note_off(instance, OffReason(identity.off_reason), identity.off_detail)
         elif fault := instance.shard_fault(identity.cell_bytes):
             self._turn_off(instance, OffReason.WORKERS_DIFFER, fault)
         elif (needed := self._parts.host.needed_bytes(layout)) > self._parts.host.size_bytes:
@@ -189,8 +189,12 @@ class Presence:
         self.offer_regions()
 
     def _turn_off(self, instance: Instance, reason: OffReason, detail: str) -> None:
-        instance.off = Off(reason, detail)
+        self._note_off(instance, reason, detail)
         self._parts.send(instance.connection, m.Serving(reason, detail))
+
+    def _note_off(self, instance: Instance, reason: OffReason, detail: str) -> None:
+        instance.off = Off(reason, detail)
+        self._parts.count(f"off.{reason}", 1)
 
     def register_root(self, connection: int, message: m.RegisterRoot) -> None:
         """An engine may name this root from now on. Raises WireError where it means another."""

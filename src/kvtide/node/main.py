@@ -37,6 +37,7 @@ from kvtide.memory import probe
 from kvtide.node.build import Way, open_tiers
 from kvtide.node.launch import EXIT_CONFIG, EXIT_FAULT
 from kvtide.node.runtime import Runtime
+from kvtide.node.tiers import close_tiers
 from kvtide.units import GiB, KiB, MiB, format_bytes
 from kvtide.values import CHUNK_TOKENS_DEFAULT, HOST_BYTES_MIN
 from kvtide.wire.places import Places, check_socket_path, open_directory
@@ -184,27 +185,31 @@ async def serve(config: settings.Config, places: Places, way: Way) -> int:
             runtime.wake()
 
     tiers = open_tiers(config.node, size_bytes, way, wake)
-    machine = Machine(
-        MachineConfig(
-            node=secrets.token_bytes(16),
-            pid=os.getpid(),
-            version=kvtide.__version__,
-            host_bytes=size_bytes,
-            linger_ms=linger_ms(config, way),
-            first_number=secrets.randbits(30) << 32,
-            settings={e["name"]: e["value"] for e in shown},
-            tiers=tuple(one.plan for one in tiers),
+    with contextlib.ExitStack() as stack:
+        # Where it comes to that: a node that serves closes them at its end.
+        stack.callback(close_tiers, [one.tier for one in tiers])
+        machine = Machine(
+            MachineConfig(
+                node=secrets.token_bytes(16),
+                pid=os.getpid(),
+                version=kvtide.__version__,
+                host_bytes=size_bytes,
+                linger_ms=linger_ms(config, way),
+                first_number=secrets.randbits(30) << 32,
+                settings={e["name"]: e["value"] for e in shown},
+                tiers=tuple(one.plan for one in tiers),
+            )
         )
-    )
-    told = with_size(shown, config.node.host_bytes, size_bytes)
-    runtime = Runtime(machine, MonotonicClock(), places, told, [one.tier for one in tiers])
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # One in the foreground is ended by who started it; any other by who knows whom: engines
-        # that serve on may start another.
-        stop = functools.partial(runtime.stop, number.name, on_purpose=way is Way.FOREGROUND)
-        loop.add_signal_handler(number, stop)
-    runtime.listen()
+        told = with_size(shown, config.node.host_bytes, size_bytes)
+        runtime = Runtime(machine, MonotonicClock(), places, told, [one.tier for one in tiers])
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            # One in the foreground is ended by who started it; any other by who knows whom:
+            # engines that serve on may start another.
+            stop = functools.partial(runtime.stop, number.name, on_purpose=way is Way.FOREGROUND)
+            loop.add_signal_handler(number, stop)
+        runtime.listen()
+        stack.pop_all()
     logger.info(
         "node %d of kvtide %s serves at %s, host memory up to %s",
         os.getpid(),

@@ -15,7 +15,7 @@ from typing import Any
 from kvtide.core.index import Entry, Root
 from kvtide.core.instances import Instance
 from kvtide.core.machine import Machine
-from kvtide.core.reasons import CutReason, DropReason, EvictCause, MissReason
+from kvtide.core.reasons import CutReason, DropReason, EvictCause, MissReason, OffReason
 from kvtide.metrics import OTHER
 from kvtide.node.health import ON
 from kvtide.tiers.base import LoadOutcome, StoreOutcome, TierStatistics
@@ -24,6 +24,7 @@ COUNT_MAX = (1 << 63) - 1
 """What a message can carry; absurd values stay below it, since metrics never break anything."""
 LABELS: dict[str, tuple[str, ...]] = {
     "tokens.": ("local", "external", "computed"),
+    "off.": tuple(OffReason),
     "miss.": tuple(MissReason),
     "lookups.": ("answered", "not_mapped"),
     "drop.": tuple(DropReason),

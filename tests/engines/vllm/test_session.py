@@ -1,6 +1,7 @@
 """The scheduler's session: what it owes the node whatever becomes of the connection."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from kvtide import config
 from kvtide.clock import MonotonicClock
 from kvtide.core import messages as m
-from kvtide.engines.vllm.session import EngineIdentity, EngineSession
+from kvtide.core.reasons import Off, OffReason
+from kvtide.engines.vllm.session import FAILED_LOADS, EngineIdentity, EngineSession
 from kvtide.wire.places import Places
 
 WELCOME = m.Welcome(1, b"node", 1, 1)
@@ -78,3 +80,48 @@ def test_grants_that_cannot_be_sent_go_back_with_the_next_connection(
     monkeypatch.setattr(session._link, "send", send)
     session.on_up(WELCOME)
     assert sent == [m.GrantReturn([7, 8])]
+
+
+def test_an_engine_that_may_start_no_node_says_where_none_is(
+    session: EngineSession, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level("INFO", "vllm.kvtide")
+    engine = replace(session._config.engine, start_node=False)
+    session._config = replace(session._config, engine=engine)
+    session.on_absent()
+    session.on_absent()
+    assert session.off is not None
+    assert session.off.reason is OffReason.NODE_UNREACHABLE
+    (line,) = caplog.messages
+    assert line.startswith("kvtide off: node_unreachable (none at ")
+    assert str(tmp_path) in line
+
+
+@pytest.mark.parametrize("error", ["", "no such interpreter"])
+def test_an_engine_whose_nodes_end_at_once_says_where_their_log_is(
+    error: str, session: EngineSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm.kvtide")
+    starter = session._starter
+    starter.absent = lambda _: None  # type: ignore[method-assign]
+    starter.error = error
+    starter.short_lives = 99
+    assert starter.has_given_up
+    session.on_absent()
+    assert session.off == Off(OffReason.NODE_ENDS_AT_START, error or f"see {session._places.log}")
+    assert caplog.messages == [f"kvtide off: {session.off}"]
+
+
+def test_what_is_on_is_said_in_one_line(
+    session: EngineSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And how failed loads end, which is not ours to choose beside other connectors."""
+    caplog.set_level("INFO", "vllm.kvtide")
+    session._welcome = m.Welcome(1, b"node", 4711, 16 << 30)
+    session._sent = bytes.fromhex("ab12cd34") + bytes(28)
+    session.on_message(m.Serving(), [])
+    (line,) = caplog.messages
+    assert line.startswith(
+        "kvtide on: node 4711, host 16 GiB, fingerprint ab12cd34, blocks of 16, chunks of 16, "
+    )
+    assert line.endswith(FAILED_LOADS["recompute"])

@@ -211,10 +211,11 @@ class EngineSession:
 
     def close(self, timeout_s: float) -> None:
         """End in bounded time."""
+        until_s = time.monotonic() + timeout_s * 3 / 4  # the rest is for adapters
         self._send_counts()
         self._link.close(timeout_s / 2)
         for weights in self._identity.weights:
-            weights.close(timeout_s / 4)
+            weights.close(max(0.0, until_s - time.monotonic()))
 
     # ---- the link's thread
 

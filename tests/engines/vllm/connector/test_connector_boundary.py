@@ -3,10 +3,13 @@
 The engine goes on; loads that were planned already are still reported exactly once.
 """
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from kvtide.bounds import T_STOP_CONNECTOR_S
 from kvtide.core import messages as m
 from kvtide.core.reasons import Off, OffReason
 from kvtide.engines.vllm import lookups as lookups_side
@@ -20,6 +23,7 @@ from tests.engines.vllm.connector.toys import (
     stored,
     tokens,
     until,
+    watch,
     workers_of,
 )
 
@@ -219,8 +223,17 @@ def test_a_load_given_to_a_worker_that_has_ended_fails(alone: Toys) -> None:
 
 def test_shutdown_at_any_moment(alone: Toys) -> None:
     """Both roles end in bounded time, with loads running and copies to be planned."""
+    took_s: list[float] = []
+
+    def timed(_: str, shutdown: Callable[[], Any]) -> Any:
+        began_s = time.monotonic()
+        shutdown()
+        took_s.append(time.monotonic() - began_s)
+
     for moment in range(8):
         engine = alone.start(OPTIONS)
+        for role in (engine.connector, *(worker.connector for worker in engine.workers)):
+            watch(role, ["shutdown"], timed)
         held = stored(alone, engine, 100)
         engine.add([*held, *tokens(20)], 9)
         for _ in range(moment):
@@ -229,6 +242,8 @@ def test_shutdown_at_any_moment(alone: Toys) -> None:
             engine.close()
         engine.run()
         alone.engines.remove(engine)
+    assert len(took_s) == 16
+    assert max(took_s) < T_STOP_CONNECTOR_S + 0.4, "vLLM kills after 4 to 5 s"
 
 
 def test_a_reason_that_only_a_later_node_knows_is_said_as_it_came(alone: Toys) -> None:

@@ -6,7 +6,7 @@ Outputs are right all the time, no hook waits beyond its bound, and hits resume 
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.engines.vllm.connector.toys import (
     stored,
     tokens,
     until,
+    watch,
     workers_of,
 )
 
@@ -60,23 +61,6 @@ def node() -> Iterator[Node]:
     for made in make_node():
         made.serve()
         yield made
-
-
-def watch(
-    target: Any, hooks: Iterable[str], around: Callable[[str, Callable[[], Any]], Any]
-) -> None:
-    """Have each call of a connector's hooks go through `around(name, call)`."""
-    for name in hooks:
-        setattr(target, name, _watched(name, getattr(target, name), around))
-
-
-def _watched(
-    name: str, hook: Callable[..., Any], around: Callable[[str, Callable[[], Any]], Any]
-) -> Callable[..., Any]:
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        return around(name, lambda: hook(*arguments, **keywords))
-
-    return call
 
 
 class Hooks:
@@ -139,6 +123,25 @@ ALL = [
     number if number in QUICK else pytest.param(number, marks=pytest.mark.slow)
     for number in range(160)
 ]
+
+
+@pytest.mark.parametrize("state", ["stands still", "silent"])
+def test_a_reset_needs_no_node(state: str, toys: Toys) -> None:
+    """What was stored before is not found by a node that goes on afterwards."""
+    engine = toys.start(OPTIONS)
+    prompt = stored(toys, engine, 100)
+    link = scheduler_of(engine)._link
+    with toys.node.stopped():
+        while state == "silent" and link.is_usable:
+            link.note_silence()
+        assert engine.reset(external=True)
+    until("the node is heard again", lambda: link.is_usable)
+    result = engine.generate(prompt)
+    assert_right(result, 1)
+    assert result.external == 0
+    toys.rest(engine)
+    engine.reset()
+    assert engine.generate(prompt).external > 0, "what is stored from now on is"
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ from kvtide.core.keys import CONTENT_ID_BYTES_MAX
 from kvtide.core.reasons import MissReason
 from kvtide.engines.vllm.adapters import AdapterDigests
 from kvtide.engines.vllm.file_digests import FileDigests
-from kvtide.engines.vllm.tracker import refusal
 from kvtide.testing.toy_engine import generated
 from kvtide.testing.vllm_toy import VOCABULARY, ToyEngine, ToyOptions, ToyWorker
 from tests.engines.vllm.connector.toys import (
@@ -356,22 +354,6 @@ def test_an_adapter_that_is_loaded_in_place_is_not_cached(toys: Toys) -> None:
     engine.connector.on_new_request(request)
     assert side._trackers.pop("image").no_load is MissReason.ADAPTER_UNKNOWN
     assert side._adapters._thread is None, "it is not even looked for"
-
-
-def test_where_adapters_may_be_loaded_in_place_none_is_cached(
-    toys: Toys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But on the word of whoever says that the cache is reset then."""
-    engine = toys.start(options())
-    request = Features("x", "salt")
-    request.lora_request = LoRARequest("a", 1, "/tmp")
-    settings = scheduler_of(engine)._settings
-    assert refusal(request, settings) is None
-    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-    assert refusal(request, settings) is MissReason.ADAPTER_MAY_CHANGE
-    assert refusal(request, replace(settings, weights_change="reset")) is None
-    request.lora_request = None
-    assert refusal(request, settings) is None
 
 
 @pytest.fixture

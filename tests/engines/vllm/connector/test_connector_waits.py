@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvtide.bounds import T_LOOKUP_S
 from kvtide.engines.vllm import lookups as lookups_side
 from kvtide.engines.vllm import worker as worker_side
 from kvtide.engines.vllm.tracker import Tracker
@@ -17,6 +18,7 @@ from tests.engines.vllm.connector.toys import (
     WAIT_S_MAX,
     Toys,
     assert_right,
+    held_loads,
     own_hit,
     scheduler_of,
     stored,
@@ -85,6 +87,62 @@ def test_steps_longer_than_t_answer_see_all_answers(
         engine.step()
     engine.run()
     assert engine.results[request_id].external == own_hit(100, 100)
+
+
+def test_a_step_waits_once_for_all_that_ask(toys: Toys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T_lookup is of the step, not of each request: a node that says nothing costs a moment."""
+    engine = toys.start(OPTIONS)
+    scheduler = scheduler_of(engine)
+    now_s, waits = 0.0, []
+    take_in = scheduler._lookups._take_in
+
+    def noted(wait_s: float) -> None:
+        nonlocal now_s
+        now_s += wait_s
+        waits.append(wait_s)
+        take_in(0.0)
+
+    with toys.node.stopped(), monkeypatch.context() as patch:
+        patch.setattr(lookups_side, "time", SimpleNamespace(monotonic=lambda: now_s))
+        patch.setattr(scheduler._lookups, "_take_in", noted)
+        for _ in range(5):
+            engine.add(tokens(LENGTH))
+        engine.step()
+        assert waits == [T_LOOKUP_S]
+        engine.step()
+        assert waits == [T_LOOKUP_S] * 2
+    engine.run()
+
+
+def test_a_step_without_a_forward_waits_for_a_running_load(
+    toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the engine would spin until it ends; and one with a forward does not wait at all."""
+    engine = toys.start(OPTIONS)
+    prompt = stored(toys, engine, LENGTH)
+    (worker,) = workers_of(engine)
+    waits: list[float] = []
+    ended = worker._ended
+
+    def get(timeout: float) -> object:
+        waits.append(timeout)
+        return ended.get(timeout=timeout)
+
+    queue = SimpleNamespace(get=get, get_nowait=ended.get_nowait, put=ended.put)
+    monkeypatch.setattr(worker, "_ended", queue)
+    with held_loads(engine):
+        request_id = engine.add(prompt)
+        until("its load is under way", lambda: engine.step() and worker._loads)
+        waits.clear()
+        engine.step()
+        assert waits == [worker_side.IDLE_WAIT_S]
+        other = engine.add(tokens(20))
+        waits.clear()
+        while other not in engine.results:
+            engine.step()
+        assert not waits
+    engine.run()
+    assert engine.results[request_id].external == own_hit(LENGTH, LENGTH)
 
 
 def is_answered(scheduler: Any) -> bool:

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +267,23 @@ def accounts() -> Iterator[list[dict[str, int]]]:
 def blocks_of(outcomes: Sequence[dict[str, int]]) -> int:
     """All blocks that have an outcome."""
     return sum(sum(counts.values()) for counts in outcomes)
+
+
+def watch(
+    target: Any, hooks: Iterable[str], around: Callable[[str, Callable[[], Any]], Any]
+) -> None:
+    """Have each call of a connector's hooks go through `around(name, call)`."""
+    for name in hooks:
+        setattr(target, name, _watched(name, getattr(target, name), around))
+
+
+def _watched(
+    name: str, hook: Callable[..., Any], around: Callable[[str, Callable[[], Any]], Any]
+) -> Callable[..., Any]:
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return around(name, lambda: hook(*arguments, **keywords))
+
+    return call
 
 
 def make_node() -> Iterator[Node]:
