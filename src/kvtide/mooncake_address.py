@@ -27,5 +27,5 @@ def parse_address(raw: object) -> Address:
     port = parts.port  # says itself what is wrong with it
     is_all = not (parts.path.strip("/") or parts.query or parts.fragment or parts.username)
     if parts.scheme != "mooncake" or not parts.hostname or not is_all:
-        raise ValueError("not such a URL")
+        raise ValueError("not mooncake://host:port")
     return Address(parts.hostname, MASTER_PORT if port is None else port)

@@ -13,6 +13,7 @@ from kvtide.tiers.mooncake.session import MooncakeSession
 from kvtide.tiers.registry import TierType
 from kvtide.tiers.remote.tier import RemoteTier
 
+CLIENT = "mooncake"
 VERBS = "libibverbs.so.1"
 
 
@@ -44,7 +45,7 @@ def require_client() -> None:
     Raises:
         ConfigError: it is not.
     """
-    if importlib.util.find_spec("mooncake") is None:
+    if importlib.util.find_spec(CLIENT) is None:
         raise ConfigError(
             "a mooncake tier needs Mooncake's client: pip install 'kvtide[mooncake]'"
         )
