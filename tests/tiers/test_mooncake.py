@@ -20,6 +20,7 @@ from tests.tiers.mooncake_place import PREFIX, QUEUE_BYTES_MAX, WAIT_S, open_moo
 EVICTS = "the store evicts by itself, what nobody asked for longest, and tells nobody what"
 
 
+@pytest.mark.long
 class TestMooncake(TierTests):
     """The suite, through a proxy of the master that can go away."""
 
