@@ -181,6 +181,9 @@ def test_what_an_owner_took_with_it_fails_and_another_takes_what_is_new(store: S
         tier.keep([record])
         store.kill_owners()
         assert tier.load(record) in (LoadOutcome.FAILED, LoadOutcome.ABSENT)
+        other = chain_of(ROOT, SMALL, text(2, 4))[0]
+        assert not tier.store([other])[0].is_kept
+        assert tier.find([other]) == []
         store.add_owner(OWNED_BYTES_MIN)
         deadline_s = time.monotonic() + WAIT_S
         while not tier.store([record])[0].is_kept or tier.load(record) is not LoadOutcome.LOADED:

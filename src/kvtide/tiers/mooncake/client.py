@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +93,8 @@ class Client:
         self.memory = memoryview(mmap.mmap(self._memory_fd, MEMORY_BYTES))
         """What both sides see."""
         self._reason = ""
-        self._start()
+        with suppress(OSError):  # the first call tries again, and tells
+            self._start()
 
     def limit(self, until_s: float) -> None:
         """Calls have ended by then."""
@@ -210,8 +212,8 @@ class Client:
     def _start(self) -> None:
         address, place = self._place.address, self._place
         ours, theirs = socket.socketpair()
-        with theirs:
-            descriptors = (theirs.fileno(), self._memory_fd)
+        descriptors = (theirs.fileno(), self._memory_fd)
+        try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", PROGRAM, *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
@@ -222,6 +224,11 @@ class Client:
                 cwd="/",
                 start_new_session=True,
             )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self._channel, self._started_s, self.due = ours, time.monotonic(), 0
         if self._is_interrupted:
             self._process.kill()

@@ -5,7 +5,7 @@ that. What a client that was killed has begun is given up by the store half a mi
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtide.codec.passing import HeaderWriter
@@ -26,9 +26,10 @@ from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.remote.session import Put
 
-ROOM_TRIES = 10
+ROOM_TRIES = 50
 ROOM_S = 0.02
-"""A store that is full evicts once it has refused something: soon after, there is room."""
+"""A store that is full evicts once it has refused something: soon after, there is room. Where
+there was none for all that time, the next ones are tried once each."""
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class Stores:
         self._client = client
         self._prefix = prefix
         self._census = census
+        self._is_full = False
 
     def store(self, put: Put) -> StoreOutcome:
         """See `Session.store`, of one."""
@@ -134,12 +136,10 @@ class Stores:
         content = Target(record.key, record.blocks).packed()
         for number in range(len(missing)):
             self._client.memory[number * TARGET_BYTES :][:TARGET_BYTES] = content
-        for _ in range(ROOM_TRIES):
-            codes = self._client.codes("replace", missing, TARGET_BYTES, but=(NO_ROOM,))
-            if NO_ROOM not in codes:
-                return True
-            time.sleep(ROOM_S)
-        return False
+        return self._with_room(lambda: self._replaced(missing)) != NO_ROOM
+
+    def _replaced(self, missing: Sequence[str]) -> int:
+        return min(self._client.codes("replace", missing, TARGET_BYTES, but=(NO_ROOM,)))
 
     def _sent(self, put: Put, known: Names) -> StoreOutcome:
         record = put.record
@@ -160,11 +160,19 @@ class Stores:
         return StoreOutcome.STORED
 
     def _begun(self, name: str, length: int) -> int:
-        for _ in range(ROOM_TRIES):
-            code = self._client.code("begin_put", name, length, but=(NO_ROOM, THERE_ALREADY))
+        but = (NO_ROOM, THERE_ALREADY)
+        return self._with_room(lambda: self._client.code("begin_put", name, length, but=but))
+
+    def _with_room(self, call: Callable[[], int]) -> int:
+        """The code of a call that may find none."""
+        code = NO_ROOM
+        for tries in range(1 if self._is_full else ROOM_TRIES):
+            if tries:
+                time.sleep(ROOM_S)
+            code = call()
             if code != NO_ROOM:
                 break
-            time.sleep(ROOM_S)
+        self._is_full = code == NO_ROOM
         return code
 
     def _send(self, put: Put, name: str) -> None:
