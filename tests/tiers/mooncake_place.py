@@ -2,9 +2,10 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from kvtide.errors import PlaceFailed
 from kvtide.mooncake_address import Address
 from kvtide.testing.mooncake_servers import Store
 from kvtide.testing.tier_drive import DrivenTier
@@ -19,6 +20,15 @@ QUEUE_BYTES_MAX = 8 * MiB
 WAIT_S = 60.0
 PATIENT_S = 30.0
 """For what does not measure waiting, on a machine that is busy."""
+
+
+class WarmSession(MooncakeSession):
+    """Its client is ready, if the store is."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        with suppress(PlaceFailed):
+            self.survey()
 
 
 def open_mooncake(
@@ -43,7 +53,7 @@ def open_mooncake(
     tier = RemoteTier(
         "mooncake",
         str(place.address),
-        lambda census: MooncakeSession(place, master, prefix, census, call_s, put_s),
+        lambda census: WarmSession(place, master, prefix, census, call_s, put_s),
         0,
         wake_both,
         queue_bytes_max,

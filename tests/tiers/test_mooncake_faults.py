@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import random
 import select
 import signal
 import socket
@@ -76,8 +77,9 @@ def wait_for_end(pid: int) -> None:
 def end_clients(number: int) -> None:
     """As if their library did."""
     for pid in clients_here():
-        os.kill(pid, number)
-        wait_for_end(pid)
+        with suppress(ProcessLookupError):  # its tier has ended it just now
+            os.kill(pid, number)
+            wait_for_end(pid)
 
 
 def listeners_of(pid: int) -> list[socket.socket]:
@@ -275,3 +277,47 @@ def test_a_client_that_hangs_ends_with_a_node_that_was_killed(store: Store) -> N
             assert asks.stdout.readline() == "asked\n"
             asks.kill()
             wait_for_end(pid)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_dies_every_byte_is_right_and_it_works_again(store: Store, seed: int) -> None:
+    """Two nodes store, load and look up, while clients, owner and master die or hang."""
+    chaos = random.Random(seed)
+    chains = [chain_of(ROOT, SMALL, text(number, 10)) for number in range(6)]
+
+    def restart_master() -> None:
+        store.kill_master()
+        store.start()
+        store.wait_for_owners()
+
+    def replace_owner() -> None:
+        store.kill_owners()
+        store.add_owner(OWNED_BYTES_MIN)
+
+    def hang() -> None:
+        with store.stopped():
+            work()
+
+    def work() -> None:
+        for _ in range(8):
+            tier, chain = chaos.choice(tiers), chaos.choice(chains)
+            for record in chain:
+                tier.submit_store(record)
+                tier.submit_load(record)
+            tier.ask(chain[:2], chain[2].digests)
+            tier.pass_time(5_000)
+            tier.poll()
+
+    faults = [lambda: end_clients(signal.SIGKILL), restart_master, replace_owner, hang]
+    with driven(store, call_s=2.0, put_s=4.0) as one, driven(store, call_s=2.0, put_s=4.0) as two:
+        tiers = [one, two]
+        for fault in chaos.sample(faults, len(faults)):
+            work()
+            fault()
+        for tier in tiers:
+            deadline_s = time.monotonic() + WAIT_S
+            while any(tier.load(record) is not LoadOutcome.LOADED for record in chains[0]):
+                assert time.monotonic() < deadline_s, tier.tier.statistics()
+                tier.store(chains[0])
+                tier.pass_time(5_000)
