@@ -19,10 +19,11 @@ from kvtide.core.records import Record, RootName
 from kvtide.tiers.base import Found, Loaded, LoadJob, LoadOutcome, LookupJob, StoreJob
 from kvtide.tiers.disk import columns, sealing
 from kvtide.tiers.disk.directory import SEGMENT, Directory
-from kvtide.tiers.disk.files import SystemFiles, page_memory
-from kvtide.tiers.disk.rows import Kept, Kind
+from kvtide.tiers.disk.rows import Kept
 from kvtide.tiers.disk.space import SEGMENT_BYTES_MAX
 from kvtide.tiers.disk.tier import DiskTier
+from kvtide.tiers.files import SystemFiles, page_memory
+from kvtide.tiers.kinds import Kind
 from kvtide.units import MiB
 
 BLOCKS, TAIL_BLOCKS = 16, 5

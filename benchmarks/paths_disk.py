@@ -37,9 +37,9 @@ from kvtide.core.layout import KVLayout
 from kvtide.core.records import Record, RootName
 from kvtide.node.main import SWITCH_INTERVAL_S
 from kvtide.tiers.base import Loaded, LoadJob, LoadOutcome, Stored, StoreJob, StoreOutcome
-from kvtide.tiers.disk.files import SystemFiles
 from kvtide.tiers.disk.tier import DiskTier
 from kvtide.tiers.disk.workers import BYTES_THREADS, LOAD_THREADS
+from kvtide.tiers.files import SystemFiles
 from kvtide.units import GiB, KiB, MiB
 
 BLOCKS = 2

@@ -47,7 +47,7 @@ from kvtide.core.keys import KEY_BYTES
 from kvtide.core.records import Record
 from kvtide.node.main import SWITCH_INTERVAL_S
 from kvtide.tiers.disk.directory import INDEX, SEGMENT
-from kvtide.tiers.disk.files import SystemFiles, page_memory
+from kvtide.tiers.files import SystemFiles, page_memory
 from kvtide.units import MiB, format_bytes
 
 STARTS, STARTS_QUICK = 7, 2

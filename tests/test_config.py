@@ -370,6 +370,12 @@ def test_the_cache_directory_follows_the_desktop_rules() -> None:
 # ---- tiers
 
 DISK = {"type": "disk", "path": "/mnt/nvme", "bytes_max": "2TiB"}
+IN_SHORT = {
+    "KVTIDE_DISK_PATH": "/mnt/nvme",
+    "KVTIDE_DISK_BYTES_MAX": "2TiB",
+    "KVTIDE_DISK_WRITE": "through",
+    "KVTIDE_DISK_SYNC": "each",
+}
 
 
 def test_a_disk_is_given_in_short_or_as_a_tier(tmp_path: Path) -> None:
@@ -383,24 +389,25 @@ def test_a_disk_is_given_in_short_or_as_a_tier(tmp_path: Path) -> None:
     assert listed.node.places == by_variable.node.places == (disk,)
 
 
-def test_a_disk_that_is_given_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"KVTIDE_TIERS sets tiers, and .*KVTIDE_DISK_PATH"):
-        read(
-            tmp_path,
-            KVTIDE_TIERS=json.dumps([DISK]),
-            KVTIDE_DISK_PATH="/mnt/nvme",
-            KVTIDE_DISK_BYTES_MAX="2TiB",
-        )
+@pytest.mark.parametrize("tiers", [[DISK], []])
+@pytest.mark.parametrize("name", IN_SHORT)
+def test_a_disk_that_is_given_twice_is_refused(
+    tmp_path: Path, tiers: list[dict[str, str]], name: str
+) -> None:
+    """In part too, or as one of no tiers at all: what is given is never left out."""
+    said = rf"KVTIDE_TIERS sets tiers, and .*{name} \w+, which is short for .* of an entry"
+    with pytest.raises(ConfigError, match=said):
+        read(tmp_path, KVTIDE_TIERS=json.dumps(tiers), **{name: IN_SHORT[name]})
 
 
-@pytest.mark.parametrize(
-    ("given", "missing"),
-    [("DISK_PATH", "disk_bytes_max"), ("DISK_BYTES_MAX", "disk_path")],
-)
-def test_half_a_disk_is_refused(tmp_path: Path, given: str, missing: str) -> None:
-    value = {"DISK_PATH": "/mnt/nvme", "DISK_BYTES_MAX": "2TiB"}[given]
-    with pytest.raises(ConfigError, match=f"KVTIDE_{given} sets .*, but {missing} is not set"):
-        read(tmp_path, **{f"KVTIDE_{given}": value})
+@pytest.mark.parametrize("name", IN_SHORT)
+def test_a_part_of_a_disk_is_refused(tmp_path: Path, name: str) -> None:
+    """And each goes with both that a disk needs."""
+    missing = "disk_bytes_max" if name == "KVTIDE_DISK_PATH" else "disk_path"
+    with pytest.raises(ConfigError, match=f"{name} sets .*, but {missing} is not set"):
+        read(tmp_path, **{name: IN_SHORT[name]})
+    places = ("KVTIDE_DISK_PATH", "KVTIDE_DISK_BYTES_MAX", name)
+    assert len(read(tmp_path, **{one: IN_SHORT[one] for one in places}).node.places) == 1
 
 
 @pytest.mark.parametrize(

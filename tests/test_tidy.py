@@ -145,6 +145,23 @@ def test_imports_point_down(folder: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_tier_imports_another() -> None:
+    """What several need lies beside them; a folder that opens no place is there to be shared."""
+    tiers = {path.parent.name for path in (PACKAGE / "tiers").glob("*/opening.py")}
+    assert {"disk", "shared_dir", "redis"} <= tiers
+    wrong = []
+    for path in SHIPPED:
+        if folder_of(path) != "tiers":
+            continue
+        others = tiers - {path.relative_to(PACKAGE / "tiers").parts[0]}
+        wrong += [
+            f"{name_of(path)}:{node.lineno} imports {module}"
+            for module, node in imports_of(path)
+            if any(f"{module}.".startswith(f"kvtide.tiers.{other}.") for other in others)
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_the_table_itself_points_down() -> None:
     for folder, allowed in MAY_IMPORT.items():
         ranks = [RANK[name.split(".")[0]] for name in allowed]

@@ -13,7 +13,8 @@ millisecond; this is what a machine that swaps or is out of processors may add."
 T_LOAD_MS = 2_000
 """T_load: extra wait of one request for external data that makes no progress."""
 T_PUT_MS = 10_000
-"""T_put: life of one queued store, and of one grant that nobody answers."""
+"""T_put: life of one queued store; and of one grant that nobody answers, beside what the engine's
+steps take."""
 T_START_MS = 10_000
 """T_start: start with nobody there."""
 T_STOP_S = 10.0

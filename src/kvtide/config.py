@@ -22,7 +22,15 @@ from typing import Any
 import yaml
 
 from kvtide.errors import ConfigError
-from kvtide.settings import ENVIRONMENT_PREFIX, KEYS, EngineConfig, Key, NodeConfig, Owner
+from kvtide.settings import (
+    DISK_KEYS,
+    ENVIRONMENT_PREFIX,
+    KEYS,
+    EngineConfig,
+    Key,
+    NodeConfig,
+    Owner,
+)
 
 CONFIG_FILE = "KVTIDE_CONFIG_FILE"
 RUNTIME_DIR = "KVTIDE_RUNTIME_DIR"
@@ -138,17 +146,19 @@ def _check_together(values: Mapping[str, object], last: Mapping[str, _Given]) ->
             f"{last['http_token'].source} sets http_token, but http_address is off, so nothing"
             " would ask for it; set http_address too, or neither"
         )
-    if (values["disk_path"] is None) != (values["disk_bytes_max"] is None):
-        is_path = values["disk_path"] is not None
-        known, missing = ("disk_path", "disk_bytes_max")[:: 1 if is_path else -1]
+    in_short = [name for name in DISK_KEYS if name in last]
+    if "tiers" in last and in_short:
+        name = in_short[0]
         raise ConfigError(
-            f"{last[known].source} sets {known}, but {missing} is not set; a disk needs both"
+            f"{last['tiers'].source} sets tiers, and {last[name].source} {name}, which is short"
+            f" for {name.removeprefix('disk_')} of an entry there; give one of the two"
         )
-    if values["tiers"] and values["disk_path"] is not None:
-        raise ConfigError(
-            f"{last['tiers'].source} sets tiers, and {last['disk_path'].source} disk_path, which"
-            " is short for one of them; give one of the two"
-        )
+    for name in DISK_KEYS[:2]:
+        if in_short and name not in last:
+            raise ConfigError(
+                f"{last[in_short[0]].source} sets {in_short[0]}, but {name} is not set; a disk"
+                " needs disk_path and disk_bytes_max"
+            )
 
 
 def _as_text(raw: object) -> str:

@@ -38,3 +38,10 @@ class UnknownFormat(KVTideError):
 
 class PlaceFailed(KVTideError):
     """A server below the host did not do what it was asked to, or did not answer in time."""
+
+
+def bare(error: Exception) -> Exception:
+    """An error without the frames that it came through: those hold cells, and the node, which
+    does not collect cycles, would keep them for ever."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

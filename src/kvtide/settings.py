@@ -16,6 +16,9 @@ Owner = Literal["node", "engine"]
 ENVIRONMENT_PREFIX = "KVTIDE_"
 """Of a key's name in the environment."""
 
+DISK_KEYS = ("disk_path", "disk_bytes_max", "disk_write", "disk_sync")
+"""Those that give one disk in short; it needs the first two."""
+
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
@@ -148,7 +151,7 @@ KEYS = (
         accepts="`through`, `on_reuse` or `on_eviction`",
         doc="When a chunk is written to disk: as soon as it is stored; when it is matched for the"
         " first time; when host memory becomes short. Only with `through` is what was stored found"
-        " again after any end of the node.",
+        " again after any end of the node. Only beside `disk_path`.",
     ),
     Key(
         "disk_sync",
@@ -158,7 +161,8 @@ KEYS = (
         accepts="`none`, `sealed` or `each`",
         doc="When the drive is told to make what was written durable against a loss of power:"
         " never, when a segment file is full, after each write. What is lost is a miss, whatever"
-        " stands here; an end of the node or of the engine loses nothing.",
+        " stands here; an end of the node or of the engine loses nothing. Only"
+        " beside `disk_path`.",
     ),
     Key(
         "tiers",
@@ -168,8 +172,8 @@ KEYS = (
         accepts="a list, such as `[{type: disk, path: /mnt/nvme/kvtide, bytes_max: 2TiB}]`; JSON"
         " in the environment",
         doc="The places below host memory, in the order in which they are asked, nearest first;"
-        " [Tiers](#tiers) says what an entry of each type may name. One disk alone may be given as"
-        " `disk_path` instead; giving both is an error.",
+        " [Tiers](#tiers) says what an entry of each type may name. One disk alone may be given by"
+        " `disk_path` and the other `disk_…` settings instead; giving both is an error.",
         show=tier_entries.show,
         secret=True,
     ),

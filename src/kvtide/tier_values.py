@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from kvtide import mooncake_address, tier_entries
+from kvtide import mooncake_address, s3_address, tier_entries
 from kvtide.redis_address import parse_address
 from kvtide.tier_entries import Option, TierEntry
 from kvtide.units import MiB, parse_bytes
@@ -157,6 +157,63 @@ REDIS = (
     ),
 )
 
+S3 = (
+    Option(
+        "url",
+        parse=s3_address.parse_address,
+        accepts="`s3://bucket` or `s3://bucket/prefix`",
+        doc="A bucket that is there, and what all names begin with (`kvtide`). Nodes of one bucket"
+        " and prefix share records.",
+        show=str,
+    ),
+    Option(
+        "bytes_max",
+        parse=parse_bytes_max,
+        accepts="a size",
+        doc="Most bytes of objects that records take there, of all nodes together. Give all the"
+        " same.",
+        show=show_bytes,
+    ),
+    Option(
+        "endpoint",
+        parse=s3_address.parse_endpoint,
+        accepts="`https://host:port` or `http://host:port`",
+        doc="The server. Without it: `AWS_ENDPOINT_URL` of the environment, else Amazon's of the"
+        " region.",
+        default=None,
+    ),
+    Option(
+        "region",
+        parse=parse_prefix,
+        accepts="a word",
+        doc="Without it: `AWS_REGION` of the environment, else `us-east-1`.",
+        default=None,
+    ),
+    Option(
+        "style",
+        parse=one_of("auto", "path", "host"),
+        accepts="`auto`, `path` or `host`",
+        doc="Where requests name the bucket. `auto`: in the path where there is an `endpoint`, in"
+        " the host's name at Amazon's.",
+        default="auto",
+    ),
+    Option(
+        "credentials_file",
+        parse=parse_path,
+        accepts="an absolute path",
+        doc="Keys as in `~/.aws/credentials`, read again each minute. Without it: the environment,"
+        " then that file, then the roles of a container, a pod or a machine.",
+        default=None,
+    ),
+    Option(
+        "ca_file",
+        parse=parse_path,
+        accepts="an absolute path",
+        doc="For TLS: certificates that are trusted besides the usual ones.",
+        default=None,
+    ),
+)
+
 MOONCAKE = (
     Option(
         "url",
@@ -200,6 +257,7 @@ BUILT_IN: dict[str, tuple[Option, ...]] = {
     "disk": DISK,
     "shared_dir": SHARED_DIR,
     "redis": REDIS,
+    "s3": S3,
     "mooncake": MOONCAKE,
 }
 """Types of ours, in the order of docs/configuration.md, and what each may be told."""

@@ -320,6 +320,17 @@ def test_salt_is_not_inherited_by_a_node(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "KVTIDE_SALT" not in _environment(Path("/run/x"))
 
 
+def test_a_node_is_told_where_keys_of_a_store_are_but_no_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/run/token")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "secret")
+    environment = _environment(Path("/run/x"))
+    assert environment["AWS_WEB_IDENTITY_TOKEN_FILE"] == "/run/token"
+    assert "secret" not in environment.values()
+
+
 def test_node_refuses_a_digest_that_is_none(running_node: NodeProcess) -> None:
     for digest in ("mine", "00", "zz" * 32, "0" * 63):
         with pytest.raises(NodeError, match=r"64 hex digits.*`kvtide logs` says more"):

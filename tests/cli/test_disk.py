@@ -1,14 +1,24 @@
 """`kvtide disk`, as a user runs it, on what a real node has stored."""
 
+import os
+import pty
+import shlex
+import struct
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvtide.cli import disk
 from kvtide.testing.fake_engine import FakeEngine, Loaded, make_tokens
 from kvtide.testing.node_process import NodeProcess
-from tests.cli.runs import Run
+from kvtide.tiers.disk.check import Checked
+from kvtide.units import KiB
+from tests.cli.runs import KVTIDE, Run
 from tests.node.fixtures import StartNode
 from tests.node.test_engines import wait_status
+from tests.tiers.disk_place import flip, keep, payload_offset, tails
 
 TOKENS = make_tokens(160, seed=1)  # two chunks and a tail
 SETTINGS = {"disk_bytes_max": "256MiB"}
@@ -98,3 +108,86 @@ def test_a_directory_that_is_not_there_is_named(run: Run, tmp_path: Path) -> Non
 def test_an_empty_directory_has_no_records(run: Run, tmp_path: Path) -> None:
     assert run("disk", "show", str(tmp_path)).output.splitlines()[-1] == "no records"
     assert "0 records, all proven" in run("disk", "check", str(tmp_path)).output
+
+
+@pytest.mark.parametrize("suffix", ["index", "segment"])
+def test_repair_mends_what_is_damaged_beside_records_or_cut_off(
+    run: Run, tmp_path: Path, suffix: str
+) -> None:
+    """A check that comes after it finds nothing."""
+    places = keep(tmp_path, tails(10))
+    [damaged] = tmp_path.glob(f"*.{suffix}")
+    os.truncate(
+        damaged, max(offset for _, offset in places.values()) if suffix == "segment" else 90
+    )
+    checked = run("disk", "check", str(tmp_path))
+    assert checked.exit_code == 1
+    assert checked.output.splitlines()[-1] == "10 records, 1 fault"
+    assert run("disk", "check", "--repair", str(tmp_path)).exit_code == 0
+    again = run("disk", "check", str(tmp_path))
+    left = 10 if suffix == "index" else 9
+    assert again.output.splitlines()[-1] == f"{left} records, all proven"
+    assert again.exit_code == 0
+
+
+def test_repair_leaves_another_version_alone_and_says_so(run: Run, tmp_path: Path) -> None:
+    keep(tmp_path, tails(2))
+    [index] = tmp_path.glob("*.index")
+    content = bytearray(index.read_bytes())
+    struct.pack_into("<I", content, 8, 2)
+    index.write_bytes(content)
+    repaired = run("disk", "check", "--repair", str(tmp_path))
+    assert repaired.exit_code == 1
+    assert "segment 1: an index has format version 2" in repaired.output
+    assert index.read_bytes() == content
+
+
+@pytest.mark.parametrize("options", [[], ["--repair"]])
+def test_a_check_that_is_interrupted_goes_on_where_it_was(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """By the command that it ends with; what it has found until then is told, or repaired."""
+    kv = tmp_path / "a kv"
+    records = tails(80)
+    places = keep(kv, records, segment_bytes=128 * KiB)
+    path, offset = places[records[0].key]
+    flip(path, offset + payload_offset(records[0]))
+    stop_at = 2
+
+    def interrupted(path: Path, first_segment: int) -> Iterator[Checked]:
+        for one in checking(path, first_segment):
+            yield one
+            if one.segment == stop_at:
+                raise KeyboardInterrupt
+
+    checking = disk.check
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "check", interrupted)
+        stopped = run("disk", "check", *options, str(kv))
+    assert stopped.exit_code == 1
+    assert "segment 1, byte 0: " in stopped.output
+    command = shlex.split(stopped.stderr.splitlines()[-1].partition("go on with: ")[2])
+    assert command == ["kvtide", "disk", "check", *options, str(kv), "--from-segment", "2"]
+    rest = run(*command[1:])
+    assert rest.exit_code == 0, rest.output
+    in_first = sum(place == path for place, _ in places.values())
+    assert f"{80 - in_first} records from segment 2 on, all proven" in rest.output
+    whole = run("disk", "check", str(kv))
+    wanted = "79 records, all proven" if options else "80 records, 1 fault"
+    assert whole.output.splitlines()[-1] == wanted
+
+
+def test_a_check_shows_a_bar_on_a_terminal(tmp_path: Path) -> None:
+    """It may take hours."""
+    keep(tmp_path, tails(10))
+    ours, its = pty.openpty()
+    try:
+        done = subprocess.run([*KVTIDE, "disk", "check", str(tmp_path)], stdout=its, timeout=60)
+        shown = os.read(ours, 1 << 16).decode()
+    finally:
+        os.close(its)
+        os.close(ours)
+    assert done.returncode == 0
+    assert "proving  [" in shown
+    assert "100%" in shown
+    assert "10 records, all proven" in shown

@@ -9,6 +9,7 @@ import pytest
 
 from kvtide.cli import tier as command
 from kvtide.cli import trial
+from kvtide.testing import object_servers
 from kvtide.testing.memory_tier import MemoryTier
 from kvtide.tiers.base import Done, LookupJob
 from kvtide.tiers.registry import TierType
@@ -33,6 +34,24 @@ def test_a_shared_directory_is_tried_by_its_path_or_url(
     assert result.exit_code == 0, result.output
     check(result.stdout)
     assert not list((tmp_path / "kv").glob("*/??/*")), "no record is left"
+
+
+def test_a_bucket_is_tried_by_its_url(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is, and with which keys, the environment says; no record is left."""
+    with object_servers.running("rclone", tmp_path) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", object_servers.ACCESS_KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", object_servers.SECRET_KEY)
+        result = run("tier", "test", f"s3://{object_servers.BUCKET}/trial")
+        assert result.exit_code == 0, result.output
+        check(result.stdout)
+        top = tmp_path / "data" / object_servers.BUCKET / "trial" / "1"
+        assert not [path for path in top.glob("r/**/*") if path.is_file()]
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+        said = one_line(run("tier", "test", f"s3://{object_servers.BUCKET}"))
+    assert "SignatureDoesNotMatch" in said
 
 
 def test_a_tier_of_the_settings_is_tried_by_its_name(

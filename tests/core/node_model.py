@@ -415,7 +415,7 @@ class NodeModel(RuleBasedStateMachine):
             self.world.give(HostLimit(HOST_BYTES))
             self.settle()
 
-    @rule(after_ms=st.sampled_from([1, 10, 500, 2_000, 11_000]))
+    @rule(after_ms=st.sampled_from([1, 10, 500, 2_000, 11_000, 150_000]))
     def tick(self, after_ms: int) -> None:
         self.world.tick(after_ms)
         self.settle()

@@ -5,6 +5,8 @@ import pytest
 from kvtide.core import instances
 from kvtide.core import messages as m
 from kvtide.core.effects import Close
+from kvtide.core.estimate import SAMPLES_MIN
+from kvtide.core.instances import GRANT_STEPS_MAX, GRANT_UNMEASURED_MS_MAX
 from kvtide.core.lending import PUT_MS_MAX, QUEUE_RATIO_MAX
 from kvtide.core.reasons import DropReason, OffReason
 from tests.core.fake_tier import FakeTier
@@ -31,7 +33,7 @@ def test_a_silent_writers_chunk_may_be_stored_by_others_in_the_end(world: World)
     hung, lively = Engine(world, "hung").start(), Engine(world, "lively").start()
     grants = hung.offer(prompt(1)).grants
     assert lively.store(prompt(1, 2)).outcomes == [DropReason.IN_FLIGHT, ""]
-    world.tick(PUT_MS_MAX - 1)
+    world.tick(GRANT_UNMEASURED_MS_MAX - 1)
     assert lively.store(prompt(1, 2)).outcomes == [DropReason.IN_FLIGHT, DropReason.IN_FLIGHT]
     world.tick(1)
     assert lively.store(prompt(1, 2)).outcomes == ["", ""]
@@ -40,6 +42,25 @@ def test_a_silent_writers_chunk_may_be_stored_by_others_in_the_end(world: World)
     hung.stored(grants)
     assert world.lent_cells() == 2 * CHUNK_BLOCKS
     assert world.machine.lending.granted_bytes == 0
+
+
+@pytest.mark.parametrize("step_s", [0.5, 20])
+def test_a_grant_lives_as_long_as_the_steps_of_its_engine_may_take(
+    world: World, step_s: float
+) -> None:
+    """On CPUs a step may take a minute: what it has computed is stored when it ends."""
+    slow, other = Engine(world, "slow").start(), Engine(world, "other").start()
+    for _ in range(SAMPLES_MIN):
+        slow.say(m.Counts({"prefill_tokens": slow.step_tokens, "prefill_us": int(step_s * 1e6)}))
+    first, second = (slow.offer(prompt(part)).grants for part in (1, 2))
+    world.tick(PUT_MS_MAX + int(GRANT_STEPS_MAX * step_s * 1000) - 1)
+    slow.stored(first)
+    assert other.blocks_held(prompt(1)) == CHUNK_BLOCKS
+    assert other.offer(prompt(2)).outcomes == [DropReason.IN_FLIGHT]
+    world.tick(1)
+    assert other.offer(prompt(2)).outcomes == [""]
+    slow.stored(second)
+    assert not other.blocks_held(prompt(2))
 
 
 def test_what_was_stored_behind_is_charged_until_it_can_be_found(world: World) -> None:

@@ -11,6 +11,7 @@ import pytest
 from kvtide.errors import KVTideError
 from kvtide.testing.fake_engine import FakeEngine, Loaded, make_tokens
 from kvtide.testing.node_process import NodeProcess
+from kvtide.tiers.disk.check import check
 from kvtide.units import GiB
 from kvtide.wire.command import ask
 from tests.node.fixtures import StartNode
@@ -96,3 +97,4 @@ def test_every_start_after_a_kill_is_clean_and_finds_what_was_stored(
         counts = node.status()["counts"]
         assert "tier_loads.disk.corrupt" not in counts
     ask(node.places, "check")
+    assert {one.fault for one in check(path)} == {""}, "all that lies there is proven"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.testing.faulty_files import Call, FaultyFiles
-from kvtide.tiers.disk.files import Files, read_fully, write_fully
+from kvtide.tiers.files import Files, read_fully, write_fully
 
 WRITING = os.O_RDWR | os.O_CREAT
 

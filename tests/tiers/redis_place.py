@@ -114,10 +114,11 @@ def heal(tier: DrivenTier, record: Record) -> None:
         tier.poll_for(0.05)
 
 
-def well(tier: DrivenTier) -> None:
-    """Let time pass until its place is said to work."""
+def well(tier: DrivenTier, record: Record) -> None:
+    """Let time pass until its place is said to work; that loads do, only a load can show."""
     deadline_s = time.monotonic() + WAIT_S
     while tier.tier.statistics().state != "on":
         assert time.monotonic() < deadline_s, tier.tier.statistics()
         tier.pass_time(5_000)
         tier.poll_for(0.05)
+        tier.load(record)

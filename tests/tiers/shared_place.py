@@ -11,13 +11,14 @@ from kvtide.testing.faulty_files import FaultyFiles
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.shared_dir.tier import SharedDirTier
-from kvtide.units import MiB
+from kvtide.units import KiB, MiB
 
 QUEUE_BYTES_MAX = 8 * MiB
 WAIT_S = 30.0
 ROOT = root_of()
 SMALL = layout_of(4096, 8192)
 TINY = layout_of(4096)
+LARGE = layout_of(64 * KiB)
 
 
 class LateFiles(FaultyFiles):
@@ -71,7 +72,7 @@ def files_of(tier: SharedDirTier) -> FaultyFiles:
 
 
 def folder_of(tier: SharedDirTier) -> Path:
-    """Its own sub-directory."""
+    """Its own folder."""
     return tier.path / tier._place.own.hex()
 
 
@@ -106,7 +107,7 @@ def tails(count: int, first: int = 0) -> list[Record]:
 def wait_quiet(tier: DrivenTier) -> None:
     """Until its threads have done all that they were asked for."""
     workers = shared_of(tier)._workers
-    while workers.are_writing or workers.running_reads() or workers.results:
+    while workers.are_writing or workers._reads or workers.running_reads() or workers.results:
         tier.poll_for(0.01)
 
 

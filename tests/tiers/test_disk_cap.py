@@ -21,12 +21,6 @@ CHUNKS = layout_of(16 * KiB, 8 * KiB)
 CAP = 2 * MiB
 
 
-@pytest.fixture
-def kv(tmp_path: Path) -> Path:
-    """Where the tier is."""
-    return tmp_path / "kv"
-
-
 def sizes(kv: Path) -> dict[str, tuple[int, int]]:
     """What each file takes, and when it was changed."""
     found = {}

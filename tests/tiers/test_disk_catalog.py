@@ -12,7 +12,8 @@ from kvtide.core.records import Record
 from kvtide.testing.tier_records import root_of
 from kvtide.tiers.disk import columns as tables
 from kvtide.tiers.disk.intake import LazyCatalog
-from kvtide.tiers.disk.rows import Kept, Kind
+from kvtide.tiers.disk.rows import Kept
+from kvtide.tiers.kinds import Kind
 from tests.tiers.test_disk_rows import decoded
 
 LAYOUT = KVLayout(4, 16, (4096,))

@@ -28,12 +28,6 @@ SIXTEENTHS = range(16)
 LENGTH = codec.stored_bytes(TINY, 1)
 
 
-@pytest.fixture
-def kv(tmp_path: Path) -> Path:
-    """Where the tier is."""
-    return tmp_path / "kv"
-
-
 def only(kv: Path, suffix: str) -> Path:
     """The one file of a kind."""
     [path] = kv.glob(f"*.{suffix}")
@@ -229,19 +223,23 @@ def test_half_a_record_without_a_row_is_not_adopted(kv: Path) -> None:
         assert_holds(tier, records + tails(1, first=9_000), [])
 
 
-def test_what_an_unknown_version_wrote_is_left_alone(kv: Path) -> None:
+@pytest.mark.parametrize("suffix", ["index", "rows"])
+def test_what_an_unknown_version_wrote_is_left_alone(kv: Path, suffix: str) -> None:
     """Neither misread nor removed; it counts, and what is new goes beside it."""
     keep(kv, tails(4))
-    index = only(kv, "index")
-    content = bytearray(index.read_bytes())
+    if suffix == "rows":
+        killed(kv)
+    told = only(kv, suffix)
+    content = bytearray(told.read_bytes())
     struct.pack_into("<I", content, 8, 2)
-    index.write_bytes(content)
-    before = {path.name: path.read_bytes() for path in kv.glob("0*")}
+    told.write_bytes(content)
+    before = {path.name: path.read_bytes() for path in kv.glob(f"{told.stem}.*")}
+    bad, good = (tails(4), []) if suffix == "index" else (tails(1, first=9_000), tails(4))
     with driven(kv) as tier:
-        assert_holds(tier, [], tails(4))
+        assert_holds(tier, good, bad)
         assert tier.tier.statistics().bytes_used >= sum(map(len, before.values())) // 2
         tier.keep(tails(2, first=50))
-    assert before.items() <= {path.name: path.read_bytes() for path in kv.glob("0*")}.items()
+    assert before == {path.name: path.read_bytes() for path in kv.glob(f"{told.stem}.*")}
 
 
 def test_a_record_of_an_unknown_version_is_a_miss(kv: Path) -> None:

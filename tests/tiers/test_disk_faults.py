@@ -31,12 +31,6 @@ from tests.tiers.disk_place import (
 LARGE = layout_of(64 * KiB)
 
 
-@pytest.fixture
-def kv(tmp_path: Path) -> Path:
-    """Where the tier is."""
-    return tmp_path / "kv"
-
-
 def faults_of(tier: DrivenTier) -> FaultyFiles:
     return files_of(disk_of(tier))
 

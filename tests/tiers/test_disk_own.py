@@ -29,12 +29,6 @@ OTHER_USER = 54_321
 PROBES = 5
 
 
-@pytest.fixture
-def kv(tmp_path: Path) -> Path:
-    """Where the tier is."""
-    return tmp_path / "kv"
-
-
 def notice(tier: DrivenTier) -> None:
     """Stores fail until the tier has seen that its lock is gone."""
     outcomes = tier.store(tails(12, first=100))

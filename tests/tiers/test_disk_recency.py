@@ -18,12 +18,6 @@ from tests.tiers.disk_place import assert_holds, bytes_taken, disk_of, driven, f
 CAP = 512 * KiB
 
 
-@pytest.fixture
-def kv(tmp_path: Path) -> Path:
-    """Where the tier is."""
-    return tmp_path / "kv"
-
-
 def fill_up(kv: Path) -> list[Record]:
     """A directory at its watermark, closed; what is there, oldest first."""
     with driven(kv, CAP, segment_bytes=64 * KiB) as tier:

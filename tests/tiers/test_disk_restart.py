@@ -11,6 +11,7 @@ import pytest
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, text
 from kvtide.tiers.base import LoadOutcome
+from kvtide.tiers.disk.check import check
 from kvtide.units import KiB, MiB
 from tests.tiers import storing
 from tests.tiers.disk_place import bytes_taken, disk_of, driven, settle
@@ -33,7 +34,7 @@ def store_and_be_killed(kv: Path, cap: int, seed: int, draw: random.Random) -> l
 
 
 def assert_clean(kv: Path, tier: DrivenTier, cap: int) -> None:
-    """Usage is known and below the cap; each file belongs to a segment."""
+    """Usage is known and below the cap; each file belongs to a segment, each record is proven."""
     settle(tier)
     disk_of(tier).check_integrity()
     assert bytes_taken(kv) <= cap
@@ -44,6 +45,7 @@ def assert_clean(kv: Path, tier: DrivenTier, cap: int) -> None:
     assert {path.stem for path in kv.glob("*.rows")} <= segments, "what is gone since"
     known = {".segment", ".index", ".rows", ".cleared"}
     assert {path.name for path in kv.iterdir() if path.suffix not in known} == {"LOCK"}
+    assert {one.fault for one in check(kv)} <= {""}
 
 
 def test_what_was_stored_before_a_kill_is_there_after_it(tmp_path: Path) -> None:

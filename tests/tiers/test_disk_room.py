@@ -26,12 +26,6 @@ from tests.tiers.disk_place import (
 GONE = REWRITE_ROWS_MIN + 1
 
 
-@pytest.fixture
-def kv(tmp_path: Path) -> Path:
-    """Where the tier is."""
-    return tmp_path / "kv"
-
-
 def take_away(tier: DrivenTier, first: int, count: int) -> None:
     """So many records, from this number on, in one removal."""
     assert disk_of(tier).remove(record.key for record in tails(count, first)) == count

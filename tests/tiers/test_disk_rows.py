@@ -13,7 +13,8 @@ from kvtide.errors import CorruptRecord, UnknownFormat
 from kvtide.tiers.disk import columns as tables
 from kvtide.tiers.disk import rows as logs
 from kvtide.tiers.disk import sealing
-from kvtide.tiers.disk.rows import Kept, Kind
+from kvtide.tiers.disk.rows import Kept
+from kvtide.tiers.kinds import Kind
 
 SEGMENT = 7
 KIND = Kind(RootName(b"r" * 32, b"f" * 32, b"epoch", b"s" * 32), KVLayout(16, 64, (4096, 8192)))

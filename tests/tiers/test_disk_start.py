@@ -15,8 +15,9 @@ from kvtide.tiers.base import StoreOutcome
 from kvtide.tiers.disk import columns as tables
 from kvtide.tiers.disk import sealing
 from kvtide.tiers.disk.directory import SEGMENT, USED, Directory
-from kvtide.tiers.disk.files import SystemFiles
-from kvtide.tiers.disk.rows import Kept, Kind
+from kvtide.tiers.disk.rows import Kept
+from kvtide.tiers.files import SystemFiles
+from kvtide.tiers.kinds import Kind
 from kvtide.units import GiB
 from tests.tiers.disk_place import (
     ROOT,

@@ -26,12 +26,6 @@ from tests.tiers.disk_place import (
 )
 
 
-@pytest.fixture
-def kv(tmp_path: Path) -> Path:
-    """Where the tier is."""
-    return tmp_path / "kv"
-
-
 def submit_together(tier: DrivenTier, records: list[Record]) -> list[StoreJob]:
     """Stores that wait for loads, which stand still until `release`: then all go at once."""
     loaded = tails(LOAD_THREADS + 1, first=900)

@@ -15,7 +15,7 @@ from kvtide.testing.redis_servers import Server
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
-from kvtide.tiers.breaker import FAILURES_MAX
+from kvtide.tiers.breaker import FAILURES_MAX, RETRY_MS_MIN, SHARED_RETRY_MS_MAX
 from kvtide.tiers.redis.routes import Limits
 from kvtide.tiers.remote.tier import CLEARS_MAX
 from kvtide.units import KiB, MiB
@@ -81,6 +81,53 @@ def test_a_server_that_is_too_slow_costs_its_bound_and_then_nothing(
         assert tier.tier.statistics().state == "on"
 
 
+def test_where_values_do_not_come_lookups_do_not_lead_to_them(
+    server: Server, proxy: Proxy
+) -> None:
+    """A line too thin for them: lookups are answered, each load takes all its time. After five in
+    a row nothing is asked but what tries it again, less and less often; one that works ends it."""
+    record = records(1)[0]
+    with driven(proxy.port, limits=HASTY) as tier:
+        tier.keep([record])
+        proxy.bytes_per_s = 100_000
+        for _ in range(FAILURES_MAX):
+            assert tier.find([record]) == [record]
+            assert tier.load(record) is LoadOutcome.FAILED
+        assert "in time" in tier.tier.statistics().state
+        for wait_ms in (RETRY_MS_MIN, 2 * RETRY_MS_MIN):
+            tier.pass_time(wait_ms - 1)
+            assert tier.find([record]) == []
+            assert tier.load(record) is LoadOutcome.BROKEN
+            tier.pass_time(1)
+            assert tier.find([record]) == [record], "else nobody would load what tries it"
+            probe, other = tier.submit_load(record), tier.submit_load(record)
+            assert tier.loaded(other) is LoadOutcome.BROKEN
+            assert tier.loaded(probe) is LoadOutcome.FAILED
+        assert tier.find([record]) == []
+        proxy.bytes_per_s = 0
+        tier.pass_time(SHARED_RETRY_MS_MAX)
+        assert tier.load(record) is LoadOutcome.LOADED
+        assert tier.tier.statistics().state == "on"
+
+
+def test_loads_that_wait_end_with_those_that_fail(server: Server, proxy: Proxy) -> None:
+    """Each would take as long in vain; lookups are answered meanwhile."""
+    record = records(1)[0]
+    with driven(proxy.port, limits=HASTY) as tier:
+        tier.keep([record])
+        proxy.bytes_per_s = 100_000
+        for _ in range(FAILURES_MAX - 1):
+            assert tier.find([record]) == [record]
+            assert tier.load(record) is LoadOutcome.FAILED
+        loads = [tier.submit_load(record) for _ in range(20)]
+        assert tier.find([record]) == [record]
+        ends = [tier.loaded(load) for load in loads]
+        assert ends.count(LoadOutcome.FAILED) < FAILURES_MAX, "the last, and those under way"
+        assert set(ends) == {LoadOutcome.FAILED, LoadOutcome.BROKEN}
+        proxy.bytes_per_s = 0
+        heal(tier, record)
+
+
 def test_an_answer_that_ends_anywhere_is_a_failure_and_no_other_answer_is_shifted(
     server: Server, proxy: Proxy
 ) -> None:
@@ -141,7 +188,7 @@ def test_random_faults_never_bring_a_wrong_byte(server: Server, proxy: Proxy) ->
             loaded += sum(tier.loaded(job) is LoadOutcome.LOADED for job in loads)
             if tier.tier.statistics().state != "on":
                 proxy.end_after = None
-                well(tier)
+                well(tier, chain[0])
         proxy.end_after = None
         for chain in chains:
             while not all(outcome.is_kept for outcome in tier.store(chain)):
@@ -207,7 +254,7 @@ def test_hits_resume_after_the_server_was_killed(tmp_path: Path, keeps: bool) ->
         outcomes = [tier.load(chain[0]) for _ in range(FAILURES_MAX + 1)]
         assert outcomes == [LoadOutcome.FAILED] * FAILURES_MAX + [LoadOutcome.BROKEN]
         server.start()
-        well(tier)
+        well(tier, chain[0])
         wanted = chain if keeps else []
         assert tier.find(chain[:2], chain[2].digests) == wanted
         assert tier.load(chain[2]) is (LoadOutcome.LOADED if keeps else LoadOutcome.ABSENT)

@@ -1,9 +1,14 @@
 """What a redis tier leaves on a server fits together, whatever was done to it in which order."""
 
+import hashlib
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from kvtide.core.records import Record
 from kvtide.testing import redis_servers
@@ -11,13 +16,13 @@ from kvtide.testing.redis_servers import Server
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import Cells, chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
-from kvtide.tiers.redis.index import WriteIds
-from kvtide.tiers.redis.routes import Limits
+from kvtide.tiers.redis import index as redis_index
+from kvtide.tiers.redis.index import Begun, IndexAnswer, WriteIds, kind_of
 from kvtide.tiers.redis.session import RedisSession
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.remote.session import Put
 from kvtide.units import KiB, MiB
-from tests.tiers.redis_place import WAIT_S, driven, part_names
+from tests.tiers.redis_place import PATIENT, WAIT_S, driven, part_names, row_of
 
 TAG = b"kvtide:{kvtide:1}:"
 CAP_BYTES = 400 * KiB
@@ -50,7 +55,8 @@ def check_index(server: Server) -> int:
         members
     )
     assert all(row[-16:] == key[:16] for key, row in rows.items())
-    taken = sum(int(row[72:88]) for row in rows.values()) + sum(int(one[20:]) for one in loose)
+    taken = sum(int(row[72:88]) for row in rows.values())
+    taken += sum(int(one[20:36]) for one in loose)
     assert int(numbers.get(b"bytes", b"0")) == taken
     assert int(numbers.get(b"loose", b"0")) == len(loose)
     live = Counter(
@@ -58,6 +64,9 @@ def check_index(server: Server) -> int:
     )
     counted = {name[1:]: int(n) for name, n in numbers.items() if name[:1] == b"n"}
     assert counted == dict(live)
+    begun = Counter(one[36:52] for one in loose if numbers.get(b"i" + one[36:52]) == one[52:])
+    needed = {name[1:]: int(n) for name, n in numbers.items() if name[:1] == b"u"}
+    assert needed == dict(live + begun)
     assert int(numbers.get(b"dead", b"0")) == len(rows) - sum(live.values())
     return sum(live.values())
 
@@ -113,6 +122,142 @@ def quiet(tier: DrivenTier, server: Server) -> None:
         assert time.monotonic() < deadline_s, "parts that nobody removes"
 
 
+@contextmanager
+def session_of(server: Server, bytes_max: int = 8 * MiB) -> Iterator[RedisSession]:
+    """A writer of its own, in a call."""
+    session = RedisSession(
+        server.address, None, "kvtide", bytes_max, Census(), WriteIds(), PATIENT
+    )
+    session._routes.begin(PATIENT.put_s)
+    yield session
+    session.close()
+
+
+def begin(session: RedisSession, record: Record, write_id: bytes) -> Begun:
+    """Its parts may be sent now."""
+    put = Put(record, write_id, ())
+    index = session._index
+    begun = index.begun(index.begin(put, {record.parent}, is_behind=False, is_full=False))
+    assert begun.answer is IndexAnswer.GO
+    return begun
+
+
+@pytest.mark.parametrize("by", ["a store that is given up", "eviction"])
+def test_no_life_ends_while_a_record_of_it_is_sent(tmp_path: Path, by: str) -> None:
+    """Whatever goes meanwhile was the last that could be found, or would have been the first."""
+    held, slow, other = (chain_of(root_of(), LARGE, text(number, 4))[0] for number in range(3))
+    with redis_servers.running("valkey", tmp_path / "server") as server:
+        with driven(server.port) as tier:
+            tier.keep([held] if by == "eviction" else [])
+            used = tier.tier.statistics().bytes_used
+        with session_of(server) as session, session_of(server, 2 * used) as theirs:
+            life = begin(session, slow, b"w" * 16).life
+            if by == "eviction":
+                stranger = chain_of(root_of("another"), LARGE, text(0, 4))[0]
+                begin(theirs, stranger, b"x" * 16)
+                assert not table(server, b"HGETALL", TAG + b"index"), "it is evicted"
+            else:
+                begun = begin(session, other, b"x" * 16)
+                session._index.abandoned(session._index.abandon(other, b"x" * 16, begun.life))
+            sent = session._index.complete(slow, b"w" * 16, life, ())
+            completed = session._index.completed(sent, slow, b"w" * 16)
+            assert completed is IndexAnswer.STORED
+        rows = table(server, b"HGETALL", TAG + b"index")
+        assert list(rows) == [slow.key]
+
+
+def test_a_store_that_begins_again_is_one(tmp_path: Path) -> None:
+    """As where a slot has moved, and it is not known what was heard there."""
+    record = chain_of(root_of(), LARGE, text(1, 4))[0]
+    with redis_servers.running("valkey", tmp_path / "server") as server:
+        with session_of(server) as session:
+            life = begin(session, record, b"w" * 16).life
+            assert begin(session, record, b"w" * 16).life == life
+            sent = session._index.complete(record, b"w" * 16, life, ())
+            session._index.completed(sent, record, b"w" * 16)
+        assert check_index(server) == 1
+
+
+def test_stores_that_never_end_leave_no_numbers(tmp_path: Path) -> None:
+    """Of a salt that nobody stored anything of but a writer that was killed."""
+    lost = chain_of(root_of(salt="lost"), LARGE, text(1, 4))[0]
+    others = [chain_of(root_of(), LARGE, text(number, 4))[0] for number in range(2)]
+    with (
+        redis_servers.running("valkey", tmp_path / "server") as server,
+        driven(server.port) as tier,
+    ):
+        with session_of(server) as session:
+            begin(session, lost, b"w" * 16)
+        kind = kind_of(lost.root, lost.layout)
+        names = {name + kind for name in (b"i", b"k", b"n", b"u")}
+        assert names <= set(table(server, b"HGETALL", TAG + b"numbers"))
+        _take_for_lost(server, tier, others[0])
+        assert not names & set(table(server, b"HGETALL", TAG + b"numbers"))
+        assert check_index(server) == 1
+
+
+def test_more_kinds_than_can_be_told_do_not_stop_the_tier(tmp_path: Path) -> None:
+    """As of many salts: how many records there are is known, if not of which."""
+    chain = chain_of(root_of(), LAYOUTS[0], text(1, 10))
+    with redis_servers.running("valkey", tmp_path / "server") as server:
+        with driven(server.port) as tier:
+            tier.keep(chain)
+        numbers = TAG + b"numbers"
+        assert server.ask(b"EVAL", MANY_KINDS, b"1", numbers) == MANY_FIELDS
+        with driven(server.port) as tier:
+            assert tier.tier.statistics().state == "on"
+            assert tier.tier.statistics().records == len(chain)
+            assert tier.find(chain[:-1], chain[-1].digests) == chain
+
+
+MANY_KINDS = b"""
+for kind = 1, 180000 do
+    local name = string.format('%016d', kind)
+    redis.call('HSET', KEYS[1], 'i' .. name, '00000001', 'n' .. name, 0, 'k' .. name, name)
+end
+return redis.call('HLEN', KEYS[1])
+"""
+MANY_FIELDS = 5 + 4 + 3 * 180_000
+"""More than a reply may have."""
+
+
+def test_a_row_of_no_whole_chunk_is_no_answer(tmp_path: Path) -> None:
+    """Though it ends as it should: the lookup finds nothing, and who asked is not misled."""
+    chain = chain_of(root_of(), LAYOUTS[0], text(1, 10))
+    with (
+        redis_servers.running("valkey", tmp_path / "server") as server,
+        driven(server.port) as tier,
+    ):
+        tier.keep(chain)
+        row = row_of(server, chain[0])
+        server.ask(b"HSET", TAG + b"index", chain[0].key, row[:92] + row[-16:])
+        assert tier.find(chain[:2]) == []
+
+
+def test_a_tail_of_a_chunk_that_is_not_there_is_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a server says that runs another script."""
+    monkeypatch.setattr(redis_index, "SCRIPT", LIAR)
+    monkeypatch.setattr(redis_index, "_SHA", hashlib.sha1(LIAR).hexdigest().encode())
+    whole, tail = chain_of(root_of(), LAYOUTS[0], text(1, 6))
+    with (
+        redis_servers.running("valkey", tmp_path / "server") as server,
+        driven(server.port) as tier,
+    ):
+        asked = tier.ask((), tail.digests, root=tail.root, layout=tail.layout)
+        assert tier.found(asked).records, "where it may be, it is believed until it is loaded"
+        assert tier.find([whole], tail.digests) == []
+
+
+LIAR = b"""
+local head, digests = '1' .. string.rep('0', 20), ARGV[5]
+if ARGV[1] == 'survey' then return { head, { 0, {} } } end
+local key = string.sub(digests, -16) .. string.rep('x', 16)
+return { head, { {}, key, string.rep('0', 92) .. digests, 0 } }
+"""
+
+
 def test_parts_that_come_after_their_time_are_given_up(tmp_path: Path) -> None:
     """A writer is so slow that others take what it had set aside for lost, and then it goes on:
     its store fails, none of its parts stays uncounted, and the record can be stored."""
@@ -132,10 +277,8 @@ def test_parts_that_come_after_their_time_are_given_up(tmp_path: Path) -> None:
                 _take_for_lost(server, tier, other)
             return None
 
-        limits, known = Limits(), WriteIds()
-        session = RedisSession(server.address, None, "kvtide", 8 * MiB, Census(), known, limits)
-        session.store(next_put, lambda _put, outcome: ends.append(outcome))
-        session.close()
+        with session_of(server) as session:
+            session.store(next_put, lambda _put, outcome: ends.append(outcome))
         assert ends == [StoreOutcome.FAILED]
         assert not server.names(b"kvtide:1:" + (b"w" * 16).hex().encode() + b":*")
         assert check_index(server) == 1

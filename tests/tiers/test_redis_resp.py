@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.errors import CorruptRecord, PlaceFailed
-from kvtide.tiers.redis.resp import ITEMS_MAX, REPLY_BYTES_MAX, Connection, Reply, ServerError
+from kvtide.tiers.redis.resp import (
+    HELD_BYTES_MAX,
+    ITEMS_MAX,
+    REPLY_BYTES_MAX,
+    Connection,
+    Reply,
+    ServerError,
+)
 
 
 class Wire:
@@ -110,6 +117,21 @@ def test_commands_are_sent_whole_and_in_pieces(arguments: list[bytes]) -> None:
     thread.join()
     wire.theirs.close()
     assert bytes(got) == packed([b"SET", *arguments, b"".join(arguments)])
+
+
+def test_a_command_that_goes_on_leaves_with_the_next(wire: Wire) -> None:
+    """However large it is; and at the latest when an answer is waited for."""
+    value = memoryview(bytes(2 * HELD_BYTES_MAX))
+    wire.theirs.setblocking(False)
+    for follow in (lambda: wire.connection.send(b"PING"), wire.connection.flush):
+        wire.connection.send(b"SET", b"key", [value], goes_on=True)
+        with pytest.raises(BlockingIOError):
+            wire.theirs.recv(1)
+        follow()
+        assert wire.theirs.recv(4) == b"*3\r\n"
+        with suppress(BlockingIOError):
+            while wire.theirs.recv(1 << 20):
+                pass
 
 
 def test_an_error_is_told_apart_and_a_missing_value_too(wire: Wire) -> None:

@@ -5,7 +5,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
@@ -13,7 +13,7 @@ from kvtide.errors import PlaceFailed
 from kvtide.redis_address import Address
 from kvtide.testing.redis_servers import Server, running
 from kvtide.tiers.redis import resolving
-from kvtide.tiers.redis.routes import SLOTS, Routes
+from kvtide.tiers.redis.routes import SLOTS, Limits, Routes
 from tests.tiers.redis_place import PATIENT
 
 KEY = b"key"
@@ -81,6 +81,39 @@ def test_those_that_are_connected_know_what_the_url_does_not(
 
 class Cells:
     """Whatever a caller holds while it connects."""
+
+
+HASTY = Limits(connect_s=0.5, silent_s=0.5, call_s=1.0)
+
+
+@contextmanager
+def silent_port(*, accepts: bool) -> Iterator[int]:
+    """Nobody answers there: as a process that was stopped, or a machine that is switched off."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(16 if accepts else 0)
+        for _ in range(0 if accepts else 4):  # more than its queue has room for
+            full = stack.enter_context(socket.socket())
+            full.setblocking(False)
+            full.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_those_that_say_nothing_do_not_hide_the_next(server: Server, accepts: bool) -> None:
+    """Two of a URL's three take all the time of a call: the next call begins with the third."""
+    with silent_port(accepts=accepts) as one, silent_port(accepts=accepts) as other:
+        hosts = tuple(("127.0.0.1", port) for port in (one, other, server.port))
+        routes = Routes(Address(hosts), None, HASTY)
+        for _ in range(8):
+            routes.begin(HASTY.call_s)
+            with suppress(PlaceFailed, OSError):
+                assert is_answered(routes)
+                break
+        else:
+            pytest.fail("the third was never asked")
+        routes.close()
 
 
 def test_an_error_of_connecting_keeps_nothing_of_its_callers(dead_port: int) -> None:

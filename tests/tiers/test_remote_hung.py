@@ -3,7 +3,6 @@
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,16 +14,18 @@ from kvtide.bounds import T_LOAD_MS, T_PUT_MS
 from kvtide.core.records import Record
 from kvtide.redis_address import Address
 from kvtide.testing import redis_servers
+from kvtide.testing.proxy import Proxy
 from kvtide.testing.redis_servers import Server
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, LookupJob, StoreOutcome
-from kvtide.tiers.breaker import FAILURES_MAX
+from kvtide.tiers.breaker import FAILURES_MAX, RETRY_MS_MIN
 from kvtide.tiers.redis.routes import Limits
 from kvtide.tiers.redis.session import RedisSession
 from kvtide.tiers.remote.session import Put
-from kvtide.tiers.remote.tier import LATE_MS
+from kvtide.tiers.remote.tier import LATE_MS, RemoteTier
 from kvtide.tiers.remote.workers import LOAD_THREADS
+from tests.tiers.redis_cluster import wait_until
 from tests.tiers.redis_place import WAIT_S, driven, heal
 
 SMALL = layout_of(4096, 8192)
@@ -83,6 +84,12 @@ def wait_hanging(count: int) -> None:
         assert HangingSession.begun.acquire(timeout=WAIT_S)
 
 
+def is_probing(tier: DrivenTier) -> bool:
+    """Whether the place is being tried, as far as the owner knows; it begins with the clock."""
+    assert isinstance(tier.tier, RemoteTier)
+    return tier.tier._breaker.is_probing
+
+
 def let_hang(tier: DrivenTier, for_ms: int) -> None:
     """Time passes, up to the moment when calls count as hung, and then on."""
     tier.pass_time(1)
@@ -120,12 +127,11 @@ def test_what_waits_behind_loads_that_hang_ends(
         assert tier.find(records(1)) == []
         assert tier.load(records(1)[0]) is LoadOutcome.BROKEN
         assert tier.store(records(1, first=50)) == [StoreOutcome.BROKEN]
-        for _ in range(10):
-            tier.pass_time(60_000)
-            tier.poll_for(0.01)
+        tier.pass_time(60_000)
+        assert not is_probing(tier)
         assert "has not come back" in tier.tier.statistics().state
         assert not any(map(tier.has_ended, jobs[:LOAD_THREADS]))
-    assert [tier.loaded(job) for job in jobs[:LOAD_THREADS]] == ["loaded"] * LOAD_THREADS
+    assert [tier.loaded(job) for job in jobs[:LOAD_THREADS]] == [LoadOutcome.LOADED] * LOAD_THREADS
     assert tier.tier.statistics().state == "on"
     lines = [one for one in caplog.records if one.levelno >= logging.WARNING]
     assert len(lines) == 2, lines
@@ -147,6 +153,33 @@ def test_loads_go_on_beside_one_that_hangs(tier: DrivenTier) -> None:
     assert tier.loaded(job) is LoadOutcome.LOADED
 
 
+def test_a_load_that_hangs_while_it_tries_whether_loads_work_is_followed_by_another(
+    server: Server,
+) -> None:
+    """Values did not come, so one load alone is let through; and that does not come back."""
+    proxy, record = Proxy("127.0.0.1", server.port), records(1)[0]
+    limits = Limits(connect_s=0.5, silent_s=0.3, call_s=0.5, put_s=5.0)
+    with driven(proxy.port, limits=limits, session_type=HangingSession) as tier:
+        tier.keep([record])
+        proxy.bytes_per_s = 20_000
+        for _ in range(FAILURES_MAX):
+            assert tier.find([record]) == [record]
+            assert tier.load(record) is LoadOutcome.FAILED
+        proxy.bytes_per_s = 0
+        tier.pass_time(RETRY_MS_MIN)
+        with hanging("load"):
+            job = tier.submit_load(record)
+            wait_hanging(1)
+            tier.pass_time(1)
+            tier.pass_time(T_LOAD_MS + LATE_MS + 1)
+            assert "has not come back" in tier.tier.statistics().state
+            HangingSession.hangs.clear()  # for those that come
+            heal(tier, record)
+            assert not tier.has_ended(job)
+        assert tier.loaded(job) is LoadOutcome.LOADED
+    proxy.close()
+
+
 def test_lookups_behind_one_that_hangs_find_nothing(tier: DrivenTier) -> None:
     """And loads that work do not show that lookups do."""
     with hanging("find"):
@@ -156,7 +189,7 @@ def test_lookups_behind_one_that_hangs_find_nothing(tier: DrivenTier) -> None:
         tier.pass_time(T_LOAD_MS + LATE_MS + 1)
         assert [tier.found(job).records for job in asked[1:]] == [[]] * 3
         tier.pass_time(60_000)
-        tier.poll_for(0.05)
+        assert not is_probing(tier)
         assert tier.load(records(1)[0]) is LoadOutcome.BROKEN
     assert tier.found(asked[0]).records == records(1)
     heal(tier, records(1)[0])
@@ -178,17 +211,47 @@ def test_stores_behind_one_that_hangs_end(tier: DrivenTier) -> None:
     heal(tier, records(51)[50])
 
 
+def test_a_clear_behind_a_long_store_is_done_before_the_end(
+    server: Server, tier: DrivenTier
+) -> None:
+    """It has waited for its fifth of a second; the store ends while the tier is being closed."""
+    assert isinstance(tier.tier, RemoteTier)
+    workers = tier.tier._workers
+    looks = workers._for_quiet = Looks(workers._lock)
+    seen = lambda: looks.count > 1 or workers._is_ending  # noqa: E731
+    with hanging("store"):
+        job = tier.submit_store(records(1, first=50)[0])
+        wait_hanging(1)
+        tier.tier.clear(None)
+        closing = threading.Thread(target=tier.tier.close, args=(WAIT_S,))
+        closing.start()
+        wait_until(lambda: looks.count == 1, "it waits")
+        # The thread that stores goes on once it is seen that its store has ended.
+        workers._wake = lambda: wait_until(seen, "it looks again, or goes on")
+    closing.join()
+    tier.poll()
+    assert not tier.stored(job).is_kept
+    with driven(server.port) as other:
+        assert not any(map(other.is_there, [*records(8), *records(1, first=50)]))
+
+
+class Looks(threading.Condition):
+    """Counts how often the one that waits has looked, and must wait."""
+
+    count = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.count += 1
+        return super().wait(timeout)
+
+
 def test_close_does_not_wait_for_a_call_that_hangs(tier: DrivenTier) -> None:
     """What it was asked for ends when it comes back."""
     with hanging("load"):
         job = tier.submit_load(records(1)[0])
         wait_hanging(1)
-        began_s = time.monotonic()
         tier.close(0.2)
-        assert time.monotonic() - began_s < WAIT_S / 2
         assert not tier.has_ended(job)
-    while tier.running():
-        tier.poll_for(0.05)
     assert tier.loaded(job) is LoadOutcome.CLOSED
 
 
@@ -213,9 +276,7 @@ def test_a_name_that_is_not_resolved_costs_its_bound(
     with driven(Address((("cache.example", server.port),)), limits=HASTY) as tier:
         try:
             for _ in range(FAILURES_MAX):
-                began_s = time.monotonic()
                 assert tier.load(records(1)[0]) in (LoadOutcome.FAILED, LoadOutcome.BROKEN)
-                assert time.monotonic() - began_s < HASTY.call_s
             assert "in time" in tier.tier.statistics().state
             assert asked == ["cache.example"], "all wait for the same answer"
         finally:

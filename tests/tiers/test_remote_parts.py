@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.testing import redis_servers
+from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.remote import parts
 from kvtide.units import KiB, MiB
 
@@ -41,6 +42,27 @@ def test_cut_gives_each_byte_once_and_in_order(shards: list[int], cuts: list[flo
     got = list(parts.cut(headers, cells, lengths))
     assert [sum(map(len, part)) for part in got] == lengths
     assert b"".join(bytes(piece) for part in got for piece in part) == whole
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 4])
+@pytest.mark.parametrize(
+    "cell_bytes",
+    [(4096,), (4096, 8192), (256 * KiB,), (2 * MiB, 4096, 600 * KiB), (510 * 4096, 8192)],
+    ids=str,
+)
+def test_which_parts_have_headers_is_known_from_the_layout(
+    cell_bytes: tuple[int, ...], blocks: int
+) -> None:
+    """Also where one begins in the middle of a header."""
+    record = chain_of(root_of(), layout_of(*cell_bytes), text(1, blocks))[0]
+    headers = parts.empty_headers(record)
+    cells = [memoryview(bytes(blocks * one)) for one in cell_bytes]
+    ours = {id(header.obj) for header in headers}
+    wanted = [
+        any(id(piece.obj) in ours for piece in part)
+        for part in parts.cut(headers, cells, parts.lengths_of(record))
+    ]
+    assert list(parts.have_headers(record.layout, record.blocks)) == wanted
 
 
 @pytest.mark.parametrize("length", [4096, 20_000, 266_240, MiB, MiB + 4096, 5 * MiB + 12_288])

@@ -10,10 +10,10 @@ import pytest
 
 from kvtide.errors import ConfigError
 from kvtide.testing.faulty_files import Call, FaultyFiles
-from kvtide.testing.tier_records import BLOCKS_PER_CHUNK, chain_of, layout_of, text
+from kvtide.testing.tier_records import BLOCKS_PER_CHUNK, chain_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.breaker import SHARED_RETRY_MS_MAX
-from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.kinds import Kind
 from kvtide.tiers.shared_dir.journal import (
     OPENING_BYTES,
     KeptRow,
@@ -22,9 +22,10 @@ from kvtide.tiers.shared_dir.journal import (
     opening_of,
 )
 from kvtide.tiers.shared_dir.stores import rows_bytes
-from kvtide.units import KiB, MiB
+from kvtide.units import MiB
 from tests.tiers.disk_place import flip
 from tests.tiers.shared_place import (
+    LARGE,
     ROOT,
     SMALL,
     LateFiles,
@@ -38,14 +39,6 @@ from tests.tiers.shared_place import (
     wait_on,
     wait_quiet,
 )
-
-LARGE = layout_of(64 * KiB)
-
-
-@pytest.fixture
-def kv(tmp_path: Path) -> Path:
-    """The directory."""
-    return tmp_path / "kv"
 
 
 def test_a_stale_handle_is_a_miss(kv: Path) -> None:
@@ -160,7 +153,7 @@ def test_a_place_that_was_away_for_long_is_back_within_seconds(kv: Path) -> None
             tier.load(record)
         for _ in range(10):
             tier.pass_time(60_000)
-            tier.poll_for(0.02)
+            wait_quiet(tier)
         assert tier.tier.statistics().state != "on"
         shutil.move(kv.parent / "away", kv)
         tier.pass_time(SHARED_RETRY_MS_MAX)

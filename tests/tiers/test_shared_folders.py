@@ -12,9 +12,9 @@ import pytest
 
 from kvtide.errors import ConfigError
 from kvtide.testing.faulty_files import Call, FaultyFiles
-from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
+from kvtide.testing.tier_records import chain_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
-from kvtide.tiers.disk.files import SystemFiles
+from kvtide.tiers.files import SystemFiles
 from kvtide.tiers.shared_dir import others
 from kvtide.tiers.shared_dir import tier as tier_module
 from kvtide.tiers.shared_dir.journal import Position, read_on
@@ -26,8 +26,9 @@ from kvtide.tiers.shared_dir.members import (
     Process,
     this_process,
 )
-from kvtide.units import KiB, MiB
+from kvtide.units import MiB
 from tests.tiers.shared_place import (
+    LARGE,
     ROOT,
     SMALL,
     bytes_taken,
@@ -42,14 +43,6 @@ from tests.tiers.shared_place import (
     wait_on,
     wait_quiet,
 )
-
-LARGE = layout_of(64 * KiB)
-
-
-@pytest.fixture
-def kv(tmp_path: Path) -> Path:
-    """The directory."""
-    return tmp_path / "kv"
 
 
 def test_members_have_folders_of_their_own_whatever_they_are_called(kv: Path) -> None:
@@ -453,3 +446,19 @@ def test_a_start_serves_before_it_has_taken_all_in(
     with driven(kv) as tier:
         tier.keep(tails(1, first=60))
         assert tier.tier.statistics().records == 8
+
+
+def test_two_may_make_a_directory_at_once(kv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that start on a fresh one, or threads that store the first of their records."""
+    make = os.makedirs
+
+    def quicker(path: str, *, exist_ok: bool) -> None:
+        make(path, exist_ok=exist_ok)
+        kv.mkdir()
+
+    monkeypatch.setattr(os, "makedirs", quicker)
+    SystemFiles().make_directory(str(kv))
+    kv.rmdir()
+    monkeypatch.setattr(os, "makedirs", lambda path, **_: kv.write_text("x"))
+    with pytest.raises(FileExistsError):
+        SystemFiles().make_directory(str(kv))

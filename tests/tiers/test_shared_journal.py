@@ -10,7 +10,7 @@ from kvtide.core.records import Record
 from kvtide.errors import CorruptRecord, UnknownFormat
 from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.tier_records import chain_of, root_of, text
-from kvtide.tiers.disk.files import SystemFiles
+from kvtide.tiers.files import SystemFiles
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.tiers.shared_dir import journal as module
 from kvtide.tiers.shared_dir import own
@@ -24,6 +24,7 @@ from kvtide.tiers.shared_dir.journal import (
     Row,
     read_on,
 )
+from kvtide.tiers.shared_dir.members import FolderLost
 from kvtide.tiers.shared_dir.own import Journal
 from tests.tiers.disk_place import flip
 from tests.tiers.shared_place import ROOT, SMALL, LateFiles, tails
@@ -70,6 +71,20 @@ def test_a_reader_goes_on_where_it_stood(tmp_path: Path) -> None:
     assert GoneRow([records[0].key]) in rows
     assert rows[-1] == ClearedRow(Scope(b"s" * 32, None), {MEMBER: 3, OTHER: 9})
     journal.close()
+
+
+def test_a_reader_of_one_that_is_shorter_than_what_it_has_read_begins_anew(tmp_path: Path) -> None:
+    """An older one was put back, of the same number: what stands there now is other rows."""
+    records = tails(6)
+    journal = write(tmp_path, records[:2])
+    older = (tmp_path / JOURNAL).read_bytes()
+    journal.keep(records[2], 3)
+    journal.close()
+    _, position = read_all(tmp_path)
+    (tmp_path / JOURNAL).write_bytes(older)
+    piece = read_on(SystemFiles(), str(tmp_path / JOURNAL), position)
+    assert piece.is_anew
+    assert keys(piece.rows) == [record.key for record in records[:2]]
 
 
 @pytest.mark.parametrize("scope", [EVERYTHING, Scope(b"", None), Scope(b"", b"f" * 32)])
@@ -304,7 +319,7 @@ def test_another_journal_is_not_cut_and_not_written_to(tmp_path: Path) -> None:
     taker = Journal(SystemFiles(), str(tmp_path), MEMBER, is_contested=True)
     for number, record in enumerate(records[2:], 3):
         taker.keep(record, number)
-    with pytest.raises(OSError, match="somebody else has written it"):
+    with pytest.raises(FolderLost, match="not the one that was written last"):
         sleeper.keep(records[1], 2)
     rows, after = read_all(tmp_path)
     assert after.number != before.number

@@ -7,14 +7,15 @@ import pytest
 
 from kvtide.codec.record import stored_bytes
 from kvtide.testing.faulty_files import Call
-from kvtide.testing.tier_records import BLOCKS_PER_CHUNK, chain_of, layout_of, root_of, text
+from kvtide.testing.tier_records import BLOCKS_PER_CHUNK, chain_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.shared_dir import ops, stores
 from kvtide.tiers.shared_dir import tier as tier_module
 from kvtide.tiers.shared_dir.ops import LookOp
-from kvtide.units import KiB, MiB
+from kvtide.units import MiB
 from tests.tiers.disk_place import flip, payload_offset
 from tests.tiers.shared_place import (
+    LARGE,
     ROOT,
     SMALL,
     bytes_taken,
@@ -27,15 +28,6 @@ from tests.tiers.shared_place import (
     tails,
     wait_quiet,
 )
-
-LARGE = layout_of(64 * KiB)
-
-
-@pytest.fixture
-def kv(tmp_path: Path) -> Path:
-    """The directory."""
-    return tmp_path / "kv"
-
 
 # ---- sharing
 
@@ -321,7 +313,7 @@ def test_a_look_takes_a_bounded_number_of_rows_whoever_has_how_many(
     with driven(kv) as one, driven(kv) as other, driven(kv) as here:
         one.keep(tails(10))
         other.keep(tails(10, first=20))
-        ended = shared_of(here)._hands.run(LookOp({}))
+        ended = shared_of(here)._hands.run(LookOp(shared_of(here)._view.own, {}))
         assert len(ended.pieces) == 1
         assert ended.has_more
         look(here)

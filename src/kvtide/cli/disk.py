@@ -1,13 +1,17 @@
 """`kvtide disk`: what the directory of a disk tier holds, and whether it can be proven."""
 
+import shlex
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
 
 from kvtide.errors import KVTideError
 from kvtide.tiers.disk.check import Checked, check, listed, segments_of
-from kvtide.tiers.disk.repair import remove
+from kvtide.tiers.disk.repair import opened
+from kvtide.tiers.disk.tier import DiskTier
 from kvtide.units import format_bytes
 
 FAULTS_SHOWN = 20
@@ -29,7 +33,8 @@ def command() -> None:
 def show(path: Path) -> None:
     """List what a directory holds: models, layouts, chains and sizes.
 
-    Nothing is read but what stands beside the records. Keys and salts never appear.
+    Nothing is read but what stands beside the records, and their headers where that is damaged.
+    Keys and salts never appear.
     """
     segments = segments_of(path)
     taken = sum(segments.values())
@@ -64,7 +69,9 @@ def _lines(records: Iterable[Checked]) -> Iterator[str]:
 @command.command("check")
 @click.argument("path", type=DIRECTORY)
 @click.option(
-    "--repair", is_flag=True, help="Remove what is damaged; only while no node has the directory."
+    "--repair",
+    is_flag=True,
+    help="Mend or remove what is damaged; only while no node has the directory.",
 )
 @click.option(
     "--from-segment",
@@ -76,56 +83,80 @@ def check_command(path: Path, repair: bool, from_segment: int) -> None:
     """Prove every record: its header, its key, and each byte by its checksum.
 
     Ends with code 1 where something is damaged and was not removed. A node removes what it meets
-    damaged by itself; this finds it before.
+    damaged by itself, and its start mends what stands beside the records; this finds it before.
     """
-    faults = _check(path, from_segment)
-    damaged = [one for one in faults if one.record is not None]
-    if repair and damaged:
-        keys = [one.record.key for one in damaged if one.record is not None]
-        click.echo(f"removed {_count(remove(path, keys), 'record')}, what lay behind included")
-        faults = [one for one in faults if one.record is None]
-    if faults:
+    found = _Found(from_segment, from_segment)
+    with opened(path) if repair else nullcontext() as tier:
+        try:
+            _check(path, found)
+        except KeyboardInterrupt:
+            _finish(found, tier)
+            raise KVTideError(_how_to_go_on(path, found.at, is_repairing=repair)) from None
+        _finish(found, tier)
+    if any(one.record is None or not repair for one in found.faults):
         raise click.exceptions.Exit(1)
 
 
-def _check(path: Path, first_segment: int) -> list[Checked]:
-    """Check with a bar; what is damaged."""
-    extents = {n: size for n, size in segments_of(path).items() if n >= first_segment}
-    faults: list[Checked] = []
-    count = done_bytes = 0
-    at, total_bytes = first_segment, sum(extents.values())
+@dataclass(slots=True)
+class _Found:
+    """What a check has found so far.
+
+    Attributes:
+        first: segment that it began at.
+        at: segment that it is at: those before it are done.
+        count: records.
+    """
+
+    first: int
+    at: int
+    count: int = 0
+    faults: list[Checked] = field(default_factory=list)
+
+
+def _check(path: Path, found: _Found) -> None:
+    """Check with a bar."""
+    extents = {n: size for n, size in segments_of(path).items() if n >= found.first}
+    done_bytes, total_bytes = 0, sum(extents.values())
     with click.progressbar(length=total_bytes, label="proving", width=24) as bar:
-        try:
-            for one in check(path, first_segment):
-                if one.segment != at:
-                    done = sum(size for number, size in extents.items() if number < one.segment)
-                    bar.update(max(0, done - done_bytes))
-                    at, done_bytes = one.segment, max(done, done_bytes)
-                count += one.record is not None
-                step = min(one.length_bytes, total_bytes - done_bytes)
-                bar.update(step)
-                done_bytes += step
-                if one.fault:
-                    faults.append(one)
-        except KeyboardInterrupt:
-            _say(faults, count)
-            raise KVTideError(
-                f"interrupted; what is damaged before segment {at} stands above; go on with:"
-                f" kvtide disk check {path} --from-segment {at}"
-            ) from None
-    _say(faults, count)
-    return faults
+        for one in check(path, found.first):
+            if one.segment != found.at:
+                done = sum(size for number, size in extents.items() if number < one.segment)
+                bar.update(max(0, done - done_bytes))
+                found.at, done_bytes = one.segment, max(done, done_bytes)
+            found.count += one.record is not None
+            step = min(one.length_bytes, total_bytes - done_bytes)
+            bar.update(step)
+            done_bytes += step
+            if one.fault:
+                found.faults.append(one)
+        bar.update(total_bytes - done_bytes)
 
 
-def _say(faults: list[Checked], count: int) -> None:
-    """What was found."""
-    for one in faults[:FAULTS_SHOWN]:
+def _finish(found: _Found, tier: DiskTier | None) -> None:
+    """Say what was found, and take away what is damaged if a tier has the directory for that."""
+    for one in found.faults[:FAULTS_SHOWN]:
         at = "" if one.offset_bytes is None else f", byte {one.offset_bytes}"
         click.echo(f"segment {one.segment}{at}: {one.fault}")
-    if len(faults) > FAULTS_SHOWN:
-        click.echo(f"… and {len(faults) - FAULTS_SHOWN} more")
-    verdict = f"{_count(len(faults), 'fault')}" if faults else "all proven"
-    click.echo(f"{_count(count, 'record')}, {verdict}")
+    if len(found.faults) > FAULTS_SHOWN:
+        click.echo(f"… and {len(found.faults) - FAULTS_SHOWN} more")
+    verdict = f"{_count(len(found.faults), 'fault')}" if found.faults else "all proven"
+    behind = f" from segment {found.first} on" if found.first else ""
+    click.echo(f"{_count(found.count, 'record')}{behind}, {verdict}")
+    keys = [one.record.key for one in found.faults if one.record is not None]
+    if tier is not None and keys:
+        removed = _count(tier.remove(keys), "record")
+        click.echo(f"removed {removed}, what lay behind included")
+
+
+def _how_to_go_on(path: Path, segment: int, *, is_repairing: bool) -> str:
+    """After an interruption."""
+    options = ["--repair"] if is_repairing else []
+    command = ["kvtide", "disk", "check", *options, str(path), "--from-segment", str(segment)]
+    done = "has been removed" if is_repairing else "stands above"
+    return (
+        f"interrupted; what is damaged before segment {segment} {done}; go on with:"
+        f" {shlex.join(command)}"
+    )
 
 
 def _count(number: int, what: str) -> str:

@@ -30,7 +30,7 @@ def command() -> None:
 def test(place: str) -> None:
     """Put records at a place, find them, get them, verify each byte, delete them.
 
-    PLACE is a URL (redis://…, file:///…), the path of a directory that machines share, or the name
+    PLACE is a URL (redis://…, s3://…), the path of a directory that machines share, or the name
     of a tier in the settings. A rate is told with each step; what others keep there is left alone.
     Ends with code 1 where a step fails, and says what is wrong.
     """

@@ -28,7 +28,7 @@ from kvtide.tiers.base import (
     StoreOutcome,
     Tier,
 )
-from kvtide.tiers.disk.files import page_memory
+from kvtide.tiers.files import page_memory
 from kvtide.units import MiB, format_bytes
 
 RECORDS = 8

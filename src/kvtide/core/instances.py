@@ -9,6 +9,7 @@ with its proven death or its own word, so it hangs on `Worker`, never on a conne
 
 from typing import TYPE_CHECKING, Any
 
+from kvtide.bounds import T_PUT_MS
 from kvtide.core.estimate import Rate
 from kvtide.core.messages import Identity, SchedulerHello, WorkerHello
 
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 
 ROOTS_MAX = 1 << 16
 """Root keys that an engine may have registered; the one registered longest ago is forgotten."""
+
+GRANT_STEPS_MAX = 4
+"""A grant is answered once the step that computes its blocks has ended: it lives T_put, and so
+many times as long as the engine's largest steps take."""
+GRANT_UNMEASURED_MS_MAX = 120_000
+"""The same where nothing is known of the engine's steps: on CPUs one may take a minute."""
 
 
 class Worker:
@@ -88,6 +95,15 @@ class Instance:
             and not self.missing_ranks()
             and not any(worker.old_regions for worker in self.workers.values())
         )
+
+    @property
+    def grant_ms_max(self) -> int:
+        """How long a grant may go unanswered before others may store the same."""
+        step_tokens = self.identity.step_tokens if self.identity is not None else 0
+        step_ms = self.prefill.ms_for(step_tokens) if step_tokens else None
+        if step_ms is None:
+            return GRANT_UNMEASURED_MS_MAX
+        return T_PUT_MS + min(int(GRANT_STEPS_MAX * step_ms), GRANT_UNMEASURED_MS_MAX)
 
     @property
     def is_gone(self) -> bool:

@@ -7,7 +7,7 @@ A cell comes back when nobody can write it any more: every writer has answered, 
 or the grant was returned before it was planned. Cells that wait for a silent writer are in
 quarantine; they count against their own engine's queue, so a hung worker bounds what it can take
 and what its engine may store, not what others may. So does what was copied behind a chunk that is
-not: it cannot be found yet, nor evicted. A grant that nobody answers for T_put fails, but for its
+not: it cannot be found yet, nor evicted. A grant that nobody answers for long fails, but for its
 cells, so that others may store the same.
 
 Invariant: a lent cell belongs to exactly one attached entry, or one *loose* entry (detached, but
@@ -31,7 +31,7 @@ HELD = "held"
 """Outcome of an offered chunk that the node has already: neither stored nor dropped."""
 
 PUT_MS_MAX = T_PUT_MS
-"""So long a grant may go unanswered before others may store the same."""
+"""So long a tier's grant may go unanswered before others may store the same."""
 NO_ENGINE = ""
 """Whose grants are those that tiers fill; an engine's id is never empty."""
 
@@ -346,12 +346,15 @@ class Lending:
         if (grant := self._behind.pop(entry, None)) is not None:
             self._count_granted(grant.engine_id, -grant.bytes)
 
-    def give_up_silent(self, now_ms: int) -> None:
-        """Grants that nobody has answered for T_put fail; their cells stay lent."""
+    def give_up_silent(self, instances: Mapping[str, Instance], now_ms: int) -> None:
+        """Grants that nobody has answered for too long fail; their cells stay lent."""
         for grant in list(self.grants.values()):
-            if now_ms - grant.since_ms < PUT_MS_MAX:
+            age_ms = now_ms - grant.since_ms
+            if age_ms < PUT_MS_MAX:
                 break  # they are in the order of their numbers
-            self._fail(grant)
+            instance = instances.get(grant.engine_id)
+            if instance is None or age_ms >= instance.grant_ms_max:
+                self._fail(grant)
 
     # ---- taking away
 

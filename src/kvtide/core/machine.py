@@ -217,7 +217,7 @@ class Machine:
 
     def _tick(self) -> None:
         self.lending.take_cleared_away()
-        self.lending.give_up_silent(self._parts.now_ms)
+        self.lending.give_up_silent(self.instances, self._parts.now_ms)
         self.leases.expire(self._parts.now_ms)
         self.promotions.expire()
         self.writes.write_before_eviction()

@@ -32,6 +32,20 @@ KEPT_VARIABLES = (
     "XDG_RUNTIME_DIR",
     "XDG_CONFIG_HOME",
     "XDG_CACHE_HOME",
+    # Where a store like Amazon's is, and where its keys are: never keys themselves.
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ENDPOINT_URL_STS",
+    "AWS_REGION",
+    "AWS_DEFAULT_REGION",
+    "AWS_PROFILE",
+    "AWS_SHARED_CREDENTIALS_FILE",
+    "AWS_ROLE_ARN",
+    "AWS_ROLE_SESSION_NAME",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
 )
 LEFT_VARIABLES = ("KVTIDE_SALT",)
 """Ours, but not for the node: secrets of those who run commands."""

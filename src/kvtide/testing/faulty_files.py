@@ -1,7 +1,7 @@
-"""A file system that lets the disk tier down, as and when a test says.
+"""A file system that lets a tier down, as and when a test says.
 
-    disk tier ─► FaultyFiles ─► SystemFiles
-                   └ stall, then fail, then shorten: in this order, for every call
+    tier ─► FaultyFiles ─► SystemFiles
+              └ stall, then fail, then shorten: in this order, for every call
 
 Faults are switched while the tier runs, and `heal` ends them all. What was done to whom is counted
 in `injected`, so that a test knows that its fault was met. `close` works whatever happens, as the
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from kvtide.tiers.disk.files import Buffer, Files, FileSize, FreeSpace, SystemFiles
+from kvtide.tiers.files import Buffer, Files, FileSize, FreeSpace, SystemFiles
 
 
 class Call(enum.StrEnum):
@@ -155,9 +155,11 @@ class FaultyFiles:
             self._bytes_max[call] = bytes_max
 
     def stall(self, *calls: Call) -> None:
-        """Calls of these kinds (of all, if none is named) do not return until `release`."""
+        """Calls of these kinds (of all, if none is named) do not return until `release`; those of
+        others that stood still go on."""
         with self._change:
             self._stalled = frozenset(calls or Call)
+            self._change.notify_all()
 
     def release(self, *calls: Call) -> None:
         """What is stalled goes on: of these kinds, or all if none is named."""

@@ -32,7 +32,8 @@ class Proxy:
         """So many more bytes of answers pass; then their connection ends, and each new one."""
         self.accepted = 0
         """Connections so far."""
-        self._target = (host, port)
+        self.target = (host, port)
+        """Where new connections are passed on to."""
         self._passes = threading.Event()
         self._passes.set()
         self._refuses = False
@@ -104,7 +105,7 @@ class Proxy:
             self.accepted += 1
             server = None
             with suppress(OSError):
-                server = socket.create_connection(self._target)
+                server = socket.create_connection(self.target)
             if self._refuses or server is None:
                 client.close()
                 if server is not None:

@@ -25,6 +25,8 @@ SALTS = ("", "one tenant", "another")
 
 CLOSE_S_MAX = 5.0
 """Beyond the time that `close` was given: for threads to be scheduled on a busy machine."""
+TURNS_MAX = 20
+"""Chances to win a race that is won nine times of ten, and never by who must wait."""
 NEVER_THERE = (
     StoreOutcome.NOT_ANCHORED,
     StoreOutcome.TOO_OLD,
@@ -150,16 +152,23 @@ class LimitTests(TierPlace):
         self.assert_found_as_ended(tier, jobs)
 
     def test_loads_go_before_stores(self) -> None:
-        """A request waits for the one, nobody for the other."""
+        """A request waits for the one, nobody for the other. Where each has threads of its own, a
+        load may lose a race with stores that are over before it has got a turn, as on a busy
+        machine with a quick place; a queue that holds it back does so each time."""
         tier = self.start()
-        held, *others = chunks(self.running_max + 8)
-        tier.keep([held])
-        with self.stalled(tier.tier):
-            stores = [tier.submit_store(record) for record in others]
-            load = tier.submit_load(held)
-        assert tier.loaded(load) is LoadOutcome.LOADED
-        tier.wait(stores)
-        assert tier.order.index(load) < tier.order.index(stores[-1]), "before what waited"
+        held, count = chunks(1)[0], self.running_max + 7
+        for turn in range(TURNS_MAX):
+            tier.keep([held])
+            with self.stalled(tier.tier):
+                records = chunks(count, first=1 + turn * count)
+                stores = [tier.submit_store(record) for record in records]
+                load = tier.submit_load(held)
+            assert tier.loaded(load) is LoadOutcome.LOADED
+            tier.wait(stores)
+            is_ahead = tier.order.index(load) < tier.order.index(stores[-1])
+            if is_ahead:
+                break
+        assert is_ahead, "it waited for all stores, each time"
 
     def test_its_numbers_add_up(self) -> None:
         """Every job by its outcome, and the bytes of those that were good."""

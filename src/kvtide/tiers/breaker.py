@@ -73,12 +73,20 @@ class Breaker:
             self.reason = ""
             self._logger.warning("%s: %s work again", self._place, self._work)
 
+    def stops(self, now_ms: int) -> bool:
+        """Whether nothing goes through now, not even a probe."""
+        return self.is_open and (self.is_probing or now_ms < self._retry_at_ms)
+
     def wants_probe(self, now_ms: int) -> bool:
-        """Whether it is time to try; then `is_probing` until `probed`."""
-        if not self.is_open or self.is_probing or now_ms < self._retry_at_ms:
+        """Whether it is time to try; then `is_probing` until `probed`, or `unproven`."""
+        if not self.is_open or self.stops(now_ms):
             return False
         self.is_probing = True
         return True
+
+    def unproven(self) -> None:
+        """The probe does not tell anything: another one may."""
+        self.is_probing = False
 
     def probed(self, error: Exception | None, now_ms: int) -> None:
         """How the probe went."""

@@ -11,7 +11,7 @@ from kvtide.codec.record import Header
 from kvtide.core.records import Record
 from kvtide.errors import CorruptRecord
 from kvtide.tiers.base import LoadJob, StoreJob
-from kvtide.tiers.disk.files import Files, page_memory, read_fully
+from kvtide.tiers.files import Files, page_memory, read_fully
 
 
 def to_write(job: StoreJob) -> list[memoryview]:

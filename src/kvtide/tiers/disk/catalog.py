@@ -22,13 +22,14 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
+from kvtide.core.keys import KEY_BYTES
 from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.core.records import Record
 from kvtide.tiers.disk.digests import Digests
-from kvtide.tiers.disk.firsts import Firsts
 from kvtide.tiers.disk.kinds import KindState
-from kvtide.tiers.disk.rows import Kept, Kind
+from kvtide.tiers.disk.rows import Kept
+from kvtide.tiers.firsts import Firsts, shared_blocks
+from kvtide.tiers.kinds import Kind
 
 SWEEP_ROWS, SWEEP_REMOVALS = 8192, 512
 """Rows that one slice of `sweep` looks at and takes away: about two milliseconds."""
@@ -391,16 +392,3 @@ class Catalog:
         assert all(state.records or state.users for state in self.kinds.values())
         assert len(self.index) == sum(records.values()), (len(self.index), records)
         assert len(self._firsts) == len(self.index), (len(self._firsts), len(self.index))
-
-
-def shared_blocks(mine: bytes, theirs: bytes) -> int:
-    """Blocks that two runs of digests begin with alike."""
-    if mine.startswith(theirs):
-        return len(theirs) // INNER_DIGEST_BYTES
-    count = 0
-    for start in range(0, min(len(mine), len(theirs)), INNER_DIGEST_BYTES):
-        end = start + INNER_DIGEST_BYTES
-        if mine[start:end] != theirs[start:end]:
-            break
-        count += 1
-    return count

@@ -1,9 +1,10 @@
 """Proof of everything that a directory holds, record by record; safe beside a running node.
 
-It only reads. What rows and index name is looked for in the segment, header and blocks are proven;
-a record that differs is looked up once more at the end, since the node may have taken it away
-meanwhile: only what the rows still name then is damaged. What was cleared is not there, whether or
-not its rows have followed.
+It only reads, and goes by what a start would: by rows and index, and by the headers of a segment
+where these are damaged. Header and blocks of each record are proven. What differs is looked up
+once more at the end, since the node goes on meanwhile: a record that is not named any more was
+taken away, and a log that ended in half a row was being written. What was cleared is not there,
+whether or not its rows have followed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,15 +19,15 @@ from kvtide.tiers.disk import sealing
 from kvtide.tiers.disk.cleared import is_cleared, told_by
 from kvtide.tiers.disk.columns import Columns
 from kvtide.tiers.disk.directory import Directory, parsed_name
-from kvtide.tiers.disk.files import Files, SystemFiles
 from kvtide.tiers.disk.rows import Kept
-from kvtide.tiers.disk.scan import Scan
+from kvtide.tiers.disk.scan import Scan, with_headers
+from kvtide.tiers.files import Files, SystemFiles
 from kvtide.tiers.scope import Scope
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One record, or what keeps a whole segment from being read.
+    """One record, or what is wrong with a whole segment or with what lies beside it.
 
     Attributes:
         segment: number of its file.
@@ -57,20 +58,22 @@ def segments_of(path: Path, files: Files | None = None) -> dict[int, int]:
 
 
 def listed(path: Path, files: Files | None = None) -> Iterator[Checked]:
-    """All records as rows and indexes name them, in order; nothing is proven. Raises OSError."""
+    """All records as rows and indexes name them, or headers where these are damaged, in order;
+    nothing is proven. Raises OSError."""
     directory = Directory(str(path), files or SystemFiles())
     up_to = _cleared_in(directory)
     for number in segments_of(path, files):
         try:
-            columns = _named(directory, number)
+            columns, faults = _named(directory, number, is_proving=False)
         except FileNotFoundError:
             continue  # the node has unlinked it meanwhile
-        except (OSError, CorruptRecord, UnknownFormat) as error:
+        except (OSError, UnknownFormat) as error:
             yield Checked(number, None, 0, None, str(error))
             continue
         for kept in _left(columns, number, up_to):
             record, length_bytes = _record_of(columns, kept)
             yield Checked(number, kept.offset_bytes, length_bytes, record)
+        yield from _lasting(directory, number, faults)
 
 
 def _record_of(columns: Columns, kept: Kept) -> tuple[Record, int]:
@@ -94,11 +97,11 @@ def _check_segment(
     directory: Directory, number: int, up_to: Mapping[Scope, int]
 ) -> Iterator[Checked]:
     try:
-        columns = _named(directory, number)
+        columns, faults = _named(directory, number)
         scan = Scan(directory, number)
     except FileNotFoundError:
         return  # the node has unlinked it meanwhile
-    except (OSError, CorruptRecord, UnknownFormat) as error:
+    except (OSError, UnknownFormat) as error:
         yield Checked(number, None, 0, None, str(error))
         return
     try:
@@ -110,17 +113,34 @@ def _check_segment(
             yield Checked(number, kept.offset_bytes, length, record, fault)
     finally:
         scan.close()
+    yield from _lasting(directory, number, faults)
 
 
-def _named(directory: Directory, number: int) -> Columns:
-    """What rows and index name together; nothing where neither is there: the segment has just
-    been begun, or a start will go by its headers.
+def _named(
+    directory: Directory, number: int, *, is_proving: bool = True
+) -> tuple[Columns, tuple[str, ...]]:
+    """What a start would take in, and what is damaged of that which tells it.
 
     Raises:
-        OSError, CorruptRecord, UnknownFormat: they cannot be read.
+        OSError, UnknownFormat: it cannot be read.
     """
-    rows = sealing.read_rows(directory, number)  # first: the index is there before they go
-    return sealing.joined(sealing.read_index(directory, number), rows)
+    said = sealing.read_both(directory, number)
+    if said.is_all:
+        return sealing.joined(said.index, said.rows), ()
+    return with_headers(directory, number, said, is_proving=is_proving), said.faults
+
+
+def _lasting(directory: Directory, number: int, faults: tuple[str, ...]) -> Iterator[Checked]:
+    """Those faults that are there still: a log whose last row was being written has grown."""
+    if not faults:
+        return
+    try:
+        now = sealing.read_both(directory, number).faults
+        lasting = [fault for fault in faults if fault in now]
+    except (OSError, UnknownFormat) as error:
+        lasting = [str(error)]
+    for fault in lasting:
+        yield Checked(number, None, 0, None, fault)
 
 
 def _cleared_in(directory: Directory) -> dict[Scope, int]:
@@ -149,7 +169,8 @@ def _fault(scan: Scan, offset_bytes: int, record: Record) -> str:
 
 def _is_still_named(directory: Directory, number: int, kept: Kept) -> bool:
     try:
-        left = _left(_named(directory, number), number, _cleared_in(directory))
-    except (OSError, CorruptRecord, UnknownFormat):
+        columns, _ = _named(directory, number, is_proving=False)
+        left = _left(columns, number, _cleared_in(directory))
+    except (OSError, UnknownFormat):
         return False
     return any((one.key, one.offset_bytes) == (kept.key, kept.offset_bytes) for one in left)

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvtide.tiers.disk.ops import ClearOp, Ended
-from kvtide.tiers.disk.rows import Kind
 from kvtide.tiers.disk.workers import Workers
+from kvtide.tiers.kinds import Kind
 from kvtide.tiers.scope import EVERYTHING, Scope
 
 logger = logging.getLogger("kvtide.disk")

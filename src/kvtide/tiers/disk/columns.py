@@ -17,7 +17,9 @@ from kvtide.codec import record as codec
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.errors import CorruptRecord, UnknownFormat
-from kvtide.tiers.disk.rows import Kept, Kind, kind_bytes, read_kind
+from kvtide.tiers.disk.rows import Kept
+from kvtide.tiers.firsts import FIRST_BYTES
+from kvtide.tiers.kinds import Kind, kind_bytes, read_kind
 
 MAGIC = b"kvtidIDX"
 VERSION = 1
@@ -27,7 +29,6 @@ _OPENING = struct.Struct("<8sIIQQIIIIQ")
 rows, kinds, their bytes, parents elsewhere, digests."""
 OPENING_BYTES = _OPENING.size
 _PROVEN_AT = 24
-FIRST_BYTES = 8
 ROW_BYTES = KEY_BYTES + FIRST_BYTES + 4 + 4 + 4 + 4 + 2
 """Of all columns together."""
 ELSEWHERE_BYTES = 4 + KEY_BYTES

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtide.errors import ConfigError
-from kvtide.tiers.disk.files import Files, FileSize, page_memory, write_fully
+from kvtide.tiers.files import REFUSED, Files, FileSize, page_memory, write_fully
 
 logger = logging.getLogger("kvtide.disk")
 
@@ -31,8 +31,6 @@ TEMPORARY = ".tmp"
 SEGMENT_NUMBER_MAX = 99_999_999
 PROBE_BYTES = 4096
 _NAME = re.compile(r"([0-9]{8})\.(segment|rows|index)")
-REFUSED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""How a file system says that it has no such call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvtide.codec.record import stored_bytes
-from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.kinds import Kind
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from kvtide.tiers.base import LoadJob, StoreJob
 from kvtide.tiers.disk.catalog import Place
 from kvtide.tiers.disk.directory import Ours
-from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.kinds import Kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,13 +91,6 @@ class ClearOp:
 OtherOp: TypeAlias = FreeOp | UnlinkOp | SealOp | ProbeOp | ReadProbeOp | MeasureOp | ClearOp
 WriteOp: TypeAlias = StoreOp | OtherOp
 Op: TypeAlias = LoadOp | WriteOp
-
-
-def bare(error: Exception) -> Exception:
-    """An error without the frames that it came through: those hold cells, and the node, which
-    does not collect cycles, would keep them for ever."""
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)
 
 
 @dataclass(slots=True)

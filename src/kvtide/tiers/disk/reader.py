@@ -4,10 +4,10 @@ import os
 from contextlib import suppress
 
 from kvtide.core.layout import CELL_ALIGN_BYTES
-from kvtide.errors import CorruptRecord
+from kvtide.errors import CorruptRecord, bare
 from kvtide.tiers.disk.directory import SEGMENT, Directory
-from kvtide.tiers.disk.files import page_memory
-from kvtide.tiers.disk.ops import Ended, LoadOp, bare
+from kvtide.tiers.disk.ops import Ended, LoadOp
+from kvtide.tiers.files import page_memory
 from kvtide.tiers.record_io import headers_bytes, read_proven
 
 

@@ -19,7 +19,7 @@ from kvtide.codec import record as codec
 from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.tiers.disk.catalog import Place
 from kvtide.tiers.disk.directory import TEMPORARY, USED, Directory
-from kvtide.tiers.disk.files import read_fully, write_fully
+from kvtide.tiers.files import read_fully, write_fully
 
 MAGIC = b"kvtidUSE"
 VERSION = 1

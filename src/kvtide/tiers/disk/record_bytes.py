@@ -10,9 +10,10 @@ written: what is unlinked must give its space back.
 import os
 from contextlib import suppress
 
+from kvtide.errors import bare
 from kvtide.tiers.disk.directory import Directory
-from kvtide.tiers.disk.files import write_fully
-from kvtide.tiers.disk.ops import Summed, Written, bare
+from kvtide.tiers.disk.ops import Summed, Written
+from kvtide.tiers.files import write_fully
 
 
 class RecordBytes:

@@ -1,7 +1,7 @@
-"""Takes damaged records away, while no node has the directory."""
+"""Opens a directory to take damaged records out of it, while no node has it."""
 
-import threading
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvtide.tiers.disk.tier import DiskTier
@@ -11,16 +11,17 @@ BYTES_MAX = 1 << 62
 """No cap: a repair evicts nothing."""
 
 
-def remove(path: Path, keys: Iterable[bytes]) -> int:
-    """Take these records away, and what lies behind them; how many there were.
+@contextmanager
+def opened(path: Path) -> Iterator[DiskTier]:
+    """A tier that has the directory, in which a start has mended what rows and indexes lacked. A
+    check may run beside it; its `remove` takes away what that finds.
 
     Raises:
         ConfigError: a node has the directory, or it cannot be used.
     """
-    woken = threading.Event()
-    tier = DiskTier(path, BYTES_MAX, woken.set, floor_bytes=0)
+    tier = DiskTier(path, BYTES_MAX, lambda: None, floor_bytes=0)
     try:
-        return tier.remove(keys)
+        yield tier
     finally:
         tier.close(CLOSE_S_MAX)
         tier.poll()

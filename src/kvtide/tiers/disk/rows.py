@@ -12,13 +12,12 @@ the number of a definition ahead of them in the same log. docs/formats.md has th
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from kvtide.codec import record as codec
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
-from kvtide.core.layout import BLOCKS_PER_CHUNK_MAX, CELL_ALIGN_BYTES, KVLayout
-from kvtide.core.records import RootName
+from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.errors import CorruptRecord, UnknownFormat
+from kvtide.tiers.kinds import Kind, kind_bytes, kind_length_bytes, read_kind
 
 LOG_MAGIC = b"kvtidROW"
 VERSION = 1
@@ -32,18 +31,8 @@ OPENING_BYTES = _OPENING.size
 _HEAD = struct.Struct("<IIQ")
 _LABEL = struct.Struct("<II")
 _KEPT = struct.Struct("<QII32s32s")
-_KIND = struct.Struct("<I32s32sB32sB64sIII")
-_SHARD_COUNT = struct.Struct("<I")  # at its end
 BODY_BYTES_MAX = 1 << 20
 _PLACE_BITS = 40
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What most records of a segment share: where their chain starts, and their geometry."""
-
-    root: RootName
-    layout: KVLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,70 +102,6 @@ def gone_row(segment: int, at_bytes: int, offsets: list[int]) -> bytes:
 def kind_row(segment: int, at_bytes: int, number: int, kind: Kind) -> bytes:
     """The row of a definition."""
     return _row(segment, at_bytes, KIND, kind_bytes(number, kind))
-
-
-def kind_bytes(number: int, kind: Kind) -> bytes:
-    """A definition, as logs and indexes hold it."""
-    root, layout = kind.root, kind.layout
-    return _KIND.pack(
-        number,
-        root.key,
-        root.fingerprint,
-        len(root.salt_digest),
-        root.salt_digest,
-        len(root.epoch),
-        root.epoch,
-        layout.block_tokens,
-        layout.blocks_per_chunk,
-        layout.shard_count,
-    ) + struct.pack(f"<{layout.shard_count}Q", *layout.cell_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Definition:
-    """A kind as it stands in logs and indexes, under a number and in so many bytes."""
-
-    number: int
-    kind: Kind
-    length_bytes: int
-
-
-def read_kind(body: memoryview) -> Definition:
-    """The definition at the start of these bytes.
-
-    Raises:
-        CorruptRecord: it is none.
-    """
-    if len(body) < _KIND.size:
-        raise CorruptRecord("a definition is cut short")
-    (shard_count,) = _SHARD_COUNT.unpack_from(body, _KIND.size - _SHARD_COUNT.size)
-    if shard_count > codec.SHARDS_MAX:
-        raise CorruptRecord(f"a definition has {shard_count} shards")
-    return _definition(bytes(body[: _KIND.size + 8 * shard_count]))
-
-
-@lru_cache(maxsize=1024)
-def _definition(body: bytes) -> Definition:
-    """What all of these bytes say; thousands of segments say the same."""
-    number, key, fingerprint, salt_bytes, salt, epoch_bytes, epoch, *sizes = _KIND.unpack_from(
-        body
-    )
-    block_tokens, blocks_per_chunk, shard_count = sizes
-    if not (
-        shard_count > 0
-        and 0 < blocks_per_chunk <= BLOCKS_PER_CHUNK_MAX
-        and 0 < block_tokens <= codec.BLOCK_TOKENS_MAX
-        and salt_bytes in (0, len(salt))
-        and epoch_bytes <= len(epoch)
-        and len(body) == _KIND.size + 8 * shard_count
-    ):
-        raise CorruptRecord(f"a definition has numbers that cannot be: {sizes}")
-    cell_bytes = struct.unpack_from(f"<{shard_count}Q", body, _KIND.size)
-    if any(not 0 < size <= codec.CELL_BYTES_MAX or size % CELL_ALIGN_BYTES for size in cell_bytes):
-        raise CorruptRecord(f"a definition has cells that cannot be: {cell_bytes}")
-    root = RootName(key, fingerprint, epoch[:epoch_bytes], salt[:salt_bytes])
-    layout = KVLayout(block_tokens, block_tokens * blocks_per_chunk, cell_bytes)
-    return Definition(number, Kind(root, layout), len(body))
 
 
 def read_log(content: memoryview, segment: int) -> Rows:
@@ -260,7 +185,7 @@ def kept_row_bytes(blocks: int) -> int:
 
 def kind_row_bytes(kind: Kind) -> int:
     """Length of the row of a definition."""
-    return _HEAD.size + _KIND.size + 8 * kind.layout.shard_count
+    return _HEAD.size + kind_length_bytes(kind)
 
 
 assert _KEPT.size == 16 + 2 * KEY_BYTES

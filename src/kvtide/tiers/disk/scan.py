@@ -6,14 +6,20 @@ hole, a record of another version, damage) by a page.
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 from kvtide.codec import record as codec
 from kvtide.codec.record import Header
 from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.errors import CorruptRecord, UnknownFormat
+from kvtide.tiers.disk import columns as tables
+from kvtide.tiers.disk import sealing
+from kvtide.tiers.disk.columns import Columns
 from kvtide.tiers.disk.directory import SEGMENT, Directory
-from kvtide.tiers.disk.files import page_memory, read_fully
-from kvtide.tiers.disk.rows import Kept, Kind
+from kvtide.tiers.disk.rows import Kept
+from kvtide.tiers.disk.sealing import Said
+from kvtide.tiers.files import page_memory, read_fully
+from kvtide.tiers.kinds import Kind
 from kvtide.units import MiB
 
 WINDOW_BYTES = MiB
@@ -21,7 +27,8 @@ WINDOW_BYTES = MiB
 
 
 class Scan:
-    """One segment, open for reading. Raises OSError as reading does."""
+    """One segment, open for reading; what was read does not stay in the page cache. Raises OSError
+    as reading does."""
 
     def __init__(self, directory: Directory, number: int) -> None:
         self._files = directory.files
@@ -32,6 +39,7 @@ class Scan:
 
     def close(self) -> None:
         """Give the descriptor back."""
+        self._drop(0, 0)
         self._files.close(self._descriptor)
 
     def found(self) -> Iterator[tuple[int, list[Header]]]:
@@ -79,8 +87,13 @@ class Scan:
             length = record.blocks * layout.cell_bytes[header.shard]
             payload = page_memory(length)
             count = read_fully(self._files, self._descriptor, [payload], at)
+            self._drop(at, length)
             codec.verify_cells(header, payload[:count])
             at += length
+
+    def _drop(self, at: int, length_bytes: int) -> None:
+        with suppress(OSError):  # advice
+            self._files.drop_cached(self._descriptor, at, length_bytes)
 
     def _header(self, at: int) -> Header | None:
         content = page_memory(codec.HEADER_BYTES_MAX)
@@ -97,6 +110,7 @@ class Scan:
                 count = read_fully(self._files, self._descriptor, [self._window], at)
                 if count <= 0:
                     break
+                self._drop(at, count)
                 self._window_at, self._window_end = at, at + count
             start = at - self._window_at
             if bytes(self._window[start : start + len(codec.MAGIC)]) == codec.MAGIC:
@@ -105,26 +119,32 @@ class Scan:
         return self.length_bytes
 
 
-def kept_by_headers(
-    directory: Directory, number: int, known: set[int], *, is_proving: bool
-) -> tuple[dict[int, Kind], list[Kept]]:
-    """Records of a segment beside those at known offsets, as rows; `is_proving`: only those whose
+def with_headers(
+    directory: Directory, number: int, said: Said, *, is_proving: bool = True
+) -> Columns:
+    """What the headers of a segment tell beside what its rows and index still say. Where it had no
+    index, bytes of a record may be missing: then, if `is_proving`, only those records count whose
     every block is as it was written. Raises OSError."""
-    numbers: dict[Kind, int] = {}
-    kept = []
+    joined = sealing.joined(said.index, said.rows)
+    kept = sealing.kept_of(joined)
+    known = {one.offset_bytes for one in kept} | (said.rows.gone if said.rows else set())
+    kinds = dict(enumerate(joined.kinds))
+    numbers = {kind: number for number, kind in kinds.items()}
     scan = Scan(directory, number)
     try:
         for offset, headers in scan.found():
             if offset in known:
                 continue
-            if is_proving:
+            if is_proving and not said.had_index:
                 try:
                     scan.verify(offset, headers)
                 except CorruptRecord:
                     continue
             record = headers[0].record
-            kind = numbers.setdefault(Kind(record.root, record.layout), len(numbers))
-            kept.append(Kept(offset, kind, record.key, record.parent, record.digests))
+            what = Kind(record.root, record.layout)
+            at = numbers.setdefault(what, len(kinds))
+            kinds[at] = what
+            kept.append(Kept(offset, at, record.key, record.parent, record.digests))
     finally:
         scan.close()
-    return {number: kind for kind, number in numbers.items()}, kept
+    return tables.from_rows(kinds, kept)

@@ -10,6 +10,7 @@ The index appears by a rename, so it is whole or absent.
 
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 
 from kvtide.core.keys import KEY_BYTES
 from kvtide.core.layout import CELL_ALIGN_BYTES
@@ -18,8 +19,8 @@ from kvtide.tiers.disk import columns as tables
 from kvtide.tiers.disk import rows as logs
 from kvtide.tiers.disk.columns import Columns
 from kvtide.tiers.disk.directory import INDEX, ROWS, TEMPORARY, Directory
-from kvtide.tiers.disk.files import read_fully, write_fully
-from kvtide.tiers.disk.rows import Kept, Kind, Rows
+from kvtide.tiers.disk.rows import Kept, Rows
+from kvtide.tiers.files import read_fully, write_fully
 from kvtide.units import MiB
 
 
@@ -90,6 +91,53 @@ def read_index(
     return tables.decode(parts[0], parts[1], number)
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the files beside a segment say of it.
+
+    Attributes:
+        index, rows: None where there is none, or it is damaged from its beginning.
+        had_index: there is one, be it damaged: whatever was written to the segment was complete.
+        faults: what is damaged, one sentence for each file.
+    """
+
+    index: Columns | None
+    rows: Rows | None
+    had_index: bool
+    faults: tuple[str, ...]
+
+    @property
+    def is_all(self) -> bool:
+        """Whether nothing but headers could say more."""
+        return not self.faults and not (self.index is None and self.rows is None)
+
+
+def read_both(
+    directory: Directory, number: int, scratch: Scratch | None = None, *, has_rows: bool = True
+) -> Said:
+    """Read a segment's rows log, if there is one, and its index. The log comes first: where a node
+    ends it meanwhile, the index is there.
+
+    Raises:
+        OSError, UnknownFormat: they cannot be read.
+    """
+    index = rows = None
+    faults = []
+    try:
+        rows = read_rows(directory, number, scratch) if has_rows else None
+        if rows is not None and not rows.is_whole:
+            faults.append(f"{directory.at(number, ROWS)} is damaged at byte {rows.end_bytes}")
+    except CorruptRecord as error:
+        faults.append(f"{directory.at(number, ROWS)}: {error}")
+    is_damaged = False
+    try:
+        index = read_index(directory, number, scratch)
+    except CorruptRecord as error:
+        is_damaged = True
+        faults.append(f"{directory.at(number, INDEX)}: {error}")
+    return Said(index, rows, is_damaged or index is not None, tuple(faults))
+
+
 def kept_of(columns: Columns) -> list[Kept]:
     """The rows of an index, one by one."""
     elsewhere = dict(columns.elsewhere)
@@ -111,7 +159,7 @@ def joined(columns: Columns | None, rows: Rows | None) -> Columns:
         return tables.from_rows(rows.kinds, rows.kept.values()) if rows else Columns()
     if rows is None:
         return columns
-    kinds: dict[int, Kind] = dict(enumerate(columns.kinds))
+    kinds = dict(enumerate(columns.kinds))
     kept = {one.offset_bytes: one for one in kept_of(columns)}
     shift = len(kinds)
     kinds.update({number + shift: kind for number, kind in rows.kinds.items()})

@@ -15,7 +15,7 @@ from kvtide.tiers.disk import columns, rows
 from kvtide.tiers.disk.catalog import Place
 from kvtide.tiers.disk.directory import SEGMENT, SEGMENT_NUMBER_MAX, Ours
 from kvtide.tiers.disk.ops import FreeOp, UnlinkOp
-from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.kinds import Kind
 from kvtide.units import GiB, KiB, MiB, round_up
 
 SEGMENTS_WANTED = 16

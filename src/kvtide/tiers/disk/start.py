@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from kvtide.codec import record as codec
 from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.errors import ConfigError, CorruptRecord, UnknownFormat
-from kvtide.tiers.disk import columns as tables
 from kvtide.tiers.disk import recency, scan, sealing
 from kvtide.tiers.disk.catalog import Place
 from kvtide.tiers.disk.cleared import Clears, parsed
@@ -39,11 +38,10 @@ from kvtide.tiers.disk.directory import (
     Directory,
     parsed_name,
 )
-from kvtide.tiers.disk.files import FileSize
 from kvtide.tiers.disk.intake import LazyCatalog
-from kvtide.tiers.disk.rows import Kept, Rows
 from kvtide.tiers.disk.sealing import Scratch
 from kvtide.tiers.disk.space import FLOOR_BYTES, FLOOR_RATIO, PAGE, Segment, Space
+from kvtide.tiers.files import FileSize
 from kvtide.units import format_bytes
 
 logger = logging.getLogger("kvtide.disk")
@@ -61,7 +59,8 @@ class _Read:
     """What the files of a segment say.
 
     Attributes:
-        columns: its records; `gone`: offsets of those that are not there any more.
+        columns: its records; `gone`: offsets of those that are not there any more; `cut`: those
+            of them that the segment file does not hold whole, which no row says yet.
         is_sealed: its index says so, but for what is gone.
         allocated: what its files take, by suffix.
     """
@@ -70,6 +69,7 @@ class _Read:
     gone: set[int]
     is_sealed: bool
     allocated: dict[str, int] = field(default_factory=dict)
+    cut: set[int] = field(default_factory=set)
 
 
 def open_directory(
@@ -185,7 +185,8 @@ def _read_one(
             return None
         read = _read(directory, number, suffixes, scratch)
         segment = _size_of(directory, number)
-        read.gone |= _beyond(read.columns, segment.length_bytes)
+        read.cut = _beyond(read.columns, segment.length_bytes) - read.gone
+        read.gone |= read.cut
         read.allocated[SEGMENT] = segment.allocated_bytes
         if len(read.columns) <= len(read.gone) and not _live(read):
             _unlink(directory, number)
@@ -235,7 +236,7 @@ def _live(read: _Read) -> bool:
 
 
 def _still_there(segment: Segment, read: _Read, gone: list[Place]) -> list[Place]:
-    """Places of what is gone, where a kill came before its hole; else none."""
+    """Places of what is gone, where a kill came before its hole; else of what no row says yet."""
     if not gone:
         return []
     columns = read.columns
@@ -246,7 +247,7 @@ def _still_there(segment: Segment, read: _Read, gone: list[Place]) -> list[Place
     )
     wanted = every - sum(place.length_bytes for place in gone)
     if read.allocated[SEGMENT] <= wanted + min(place.length_bytes for place in gone) - PAGE:
-        return []
+        gone = [place for place in gone if place.offset_bytes in read.cut]
     segment.live += len(gone)  # until it is given back
     return gone
 
@@ -257,53 +258,24 @@ def _read(directory: Directory, number: int, suffixes: set[str], scratch: Scratc
     Raises:
         OSError, UnknownFormat: it cannot be read.
     """
-    columns, rows = None, None
-    is_damaged = False
-    try:
-        columns = sealing.read_index(directory, number, scratch)
-        had_index = columns is not None
-    except CorruptRecord as error:
-        logger.warning("disk %s: %s", directory.at(number, INDEX), error)
-        is_damaged = had_index = True
-    try:
-        if ROWS in suffixes:
-            rows = sealing.read_rows(directory, number, scratch)
-        is_damaged = is_damaged or (rows is not None and not rows.is_whole)
-    except CorruptRecord as error:
-        logger.warning("disk %s: %s", directory.at(number, ROWS), error)
-        is_damaged = True
-    if columns is None and rows is None:
-        is_damaged = True
-    if columns is not None and not is_damaged and not (rows and rows.kept):
-        return _Read(columns, rows.gone if rows else set(), is_sealed=True)
-    joined = sealing.joined(columns, rows)
-    if is_damaged:
-        joined = _mended(directory, number, joined, rows, is_proving=not had_index)
-    is_sealed = _sealed(directory, number, joined)
-    _give_back(directory, number, joined)
-    return _Read(joined, set(), is_sealed)
-
-
-def _mended(
-    directory: Directory, number: int, joined: Columns, rows: Rows | None, *, is_proving: bool
-) -> Columns:
-    """What the headers tell beside what rows and index still say. Raises OSError."""
-    kinds = dict(enumerate(joined.kinds))
-    kept = sealing.kept_of(joined)
-    known = {one.offset_bytes for one in kept} | (rows.gone if rows else set())
-    more_kinds, more = scan.kept_by_headers(directory, number, known, is_proving=is_proving)
-    shift = len(kinds)
-    kinds.update({kind + shift: what for kind, what in more_kinds.items()})
-    kept += [
-        Kept(one.offset_bytes, one.kind + shift, one.key, one.parent, one.digests) for one in more
-    ]
-    logger.warning(
-        "disk %s: rows of segment %d were damaged; %d records are back by their headers",
-        directory.path,
-        number,
-        len(more),
-    )
-    return tables.from_rows(kinds, kept)
+    said = sealing.read_both(directory, number, scratch, has_rows=ROWS in suffixes)
+    for fault in said.faults:
+        logger.warning("disk %s", fault)
+    if said.is_all and said.index is not None and not (said.rows and said.rows.kept):
+        return _Read(said.index, said.rows.gone if said.rows else set(), is_sealed=True)
+    columns = sealing.joined(said.index, said.rows)
+    if not said.is_all:
+        count = len(columns)
+        columns = scan.with_headers(directory, number, said)
+        logger.warning(
+            "disk %s: rows of segment %d were damaged; %d records are back by their headers",
+            directory.path,
+            number,
+            len(columns) - count,
+        )
+    is_sealed = _sealed(directory, number, columns)
+    _give_back(directory, number, columns)
+    return _Read(columns, set(), is_sealed)
 
 
 def _sealed(directory: Directory, number: int, columns: Columns) -> bool:

@@ -21,9 +21,10 @@ from kvtide.tiers.disk.catalog import Place
 from kvtide.tiers.disk.intake import LazyCatalog
 from kvtide.tiers.disk.ops import Ended, StoreOp
 from kvtide.tiers.disk.room import Room
-from kvtide.tiers.disk.rows import Kept, Kind
+from kvtide.tiers.disk.rows import Kept
 from kvtide.tiers.disk.space import Space, store_reserve_bytes
 from kvtide.tiers.disk.workers import Workers
+from kvtide.tiers.kinds import Kind
 from kvtide.tiers.pending import Pending, PendingStores
 from kvtide.units import MiB
 

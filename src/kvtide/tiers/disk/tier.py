@@ -40,7 +40,6 @@ from kvtide.tiers.disk import recency, start
 from kvtide.tiers.disk.catalog import Match
 from kvtide.tiers.disk.cleared import CLEARS_MAX, Clears
 from kvtide.tiers.disk.directory import Directory
-from kvtide.tiers.disk.files import Files, SystemFiles
 from kvtide.tiers.disk.intake import LazyCatalog
 from kvtide.tiers.disk.ops import (
     ClearOp,
@@ -55,11 +54,12 @@ from kvtide.tiers.disk.ops import (
     UnlinkOp,
 )
 from kvtide.tiers.disk.room import WATERMARK_RATIO, Room
-from kvtide.tiers.disk.rows import Kind
 from kvtide.tiers.disk.space import Space
 from kvtide.tiers.disk.stores import Stores
 from kvtide.tiers.disk.workers import LOAD_THREADS, Workers
+from kvtide.tiers.files import Files, SystemFiles
 from kvtide.tiers.hung import Hung
+from kvtide.tiers.kinds import Kind
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.units import MiB
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kvtide.core.keys import KEY_BYTES
-from kvtide.tiers.disk.columns import FIRST_BYTES, Columns
+from kvtide.tiers.disk.columns import Columns
+from kvtide.tiers.firsts import FIRST_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvtide.errors import ConfigError
+from kvtide.errors import ConfigError, bare
 from kvtide.tiers.disk.directory import Directory
 from kvtide.tiers.disk.ops import (
     ClearOp,
@@ -34,7 +34,6 @@ from kvtide.tiers.disk.ops import (
     Summed,
     WriteOp,
     Written,
-    bare,
 )
 from kvtide.tiers.disk.reader import Reader
 from kvtide.tiers.disk.record_bytes import RecordBytes

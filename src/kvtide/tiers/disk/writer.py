@@ -13,12 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvtide.core.layout import CELL_ALIGN_BYTES
-from kvtide.errors import KVTideError
+from kvtide.errors import KVTideError, bare
 from kvtide.tiers.disk import rows as logs
 from kvtide.tiers.disk import sealing
 from kvtide.tiers.disk.catalog import Place
-from kvtide.tiers.disk.directory import INDEX, REFUSED, ROWS, SEGMENT, SUFFIXES, Directory
-from kvtide.tiers.disk.files import page_memory, write_fully
+from kvtide.tiers.disk.directory import INDEX, ROWS, SEGMENT, SUFFIXES, Directory
 from kvtide.tiers.disk.ops import (
     ClearOp,
     Ended,
@@ -32,9 +31,9 @@ from kvtide.tiers.disk.ops import (
     UnlinkOp,
     WriteOp,
     Written,
-    bare,
 )
 from kvtide.tiers.disk.rows import Kept
+from kvtide.tiers.files import REFUSED, page_memory, write_fully
 
 GONE_PER_ROW = 4096
 """Records that one row takes away: its body stays small."""

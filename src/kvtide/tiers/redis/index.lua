@@ -2,29 +2,36 @@
 -- The index of a redis tier: which records are there, in which order they go. docs/formats.md.
 --
 -- All of it lies in one slot, so each call is one step that nobody sees half of. The bytes of
--- records are elsewhere, on any server: who gets a list of `victims` removes their parts, and says
--- so with the next call.
+-- records are elsewhere, on any server: who is told of writes that are `given_up` removes their
+-- parts, and says so with the next call.
 --
 --   index    key of a record -> row
 --   tree     rows in order of (kind, parent, digests): children of one parent stand together
 --   leaves   keys of records without children, by last use;  inner: those that have some
---   numbers  counters; of each kind its life, its records, and whose they are
+--   numbers  counters; of each kind its life, its records, who needs that life, and whose they are
 --   loose    parts without a record: being written or being removed, and until when at most
 --
 -- A row: write id 16, kind 16, life of the kind 8, parent 32, bytes 16, parts 4, digests 16 * n.
--- A kind that is cleared loses its life; rows of a life that is over are not there, and are swept.
--- A new one comes from a counter. With `allow-oom` a server that is full is asked and cleared too.
+-- One of `loose`: write id 16, parts 4, bytes 16; of what is being written its kind and life, 24.
+-- A kind has a life as long as somebody needs it: each record, each store that has begun. One that
+-- is cleared loses it; rows of a life that is over are not there, and are swept. A new one comes
+-- from a counter. With `allow-oom` a server that is full is asked and cleared too.
+--
+-- An answer begins with its head: whether the index was whole (1), all bytes (16), how many writes
+-- were given up (4). Those follow (20 each), and the kinds of the records that were removed (16).
 
 local index, tree, leaves, inner, numbers, loose = unpack(KEYS)
 local call, sub = redis.call, string.sub
 local LAST, ZEROS, NOTHING = string.rep('\255', 32), string.rep('\0', 16), string.rep('0', 16)
+local KEY_BYTES = 32
 local LOOSE_S = 60 -- no writer lives that long: its own deadlines are shorter
 local DROPPED_MAX = 256 -- by one call: others wait for it
 local DESCENDANTS_MAX = 1000
+local KINDS_MAX = 8192 -- told one by one: so much is read in a fraction of a call's time
 
 local COUNTERS = { 'bytes', 'moment', 'life', 'dead', 'loose' }
 
-local victims, removed = {}, {}
+local given_up, removed = {}, {}
 local lives = {}
 local counts, are_counts_changed = {}, false -- of COUNTERS; written at the end
 
@@ -34,7 +41,7 @@ local function add(field, count)
     return counts[field]
 end
 
-local function loose_until() return tonumber(call('TIME')[1]) + LOOSE_S end
+local function now_s() return tonumber(call('TIME')[1]) end
 
 local function life_of(kind)
     if lives[kind] == nil then
@@ -60,28 +67,35 @@ local function first(prefix, from)
     return call('ZRANGEBYLEX', tree, '[' .. from, '[' .. prefix .. LAST, 'LIMIT', 0, 1)[1]
 end
 
--- A kind has a life as long as it has records, or is about to.
 local function end_life(kind)
-    call('HDEL', numbers, 'n' .. kind, 'i' .. kind, 'k' .. kind)
+    call('HDEL', numbers, 'n' .. kind, 'i' .. kind, 'k' .. kind, 'u' .. kind)
     lives[kind] = nil
 end
 
-local function set_loose(parts, bytes, until_s)
-    local count = call('ZADD', loose, until_s, parts .. bytes)
-    add('loose', count)
-    add('bytes', count * tonumber(bytes))
+-- One less needs the life of a kind. `name`: both of them; nothing, where none was needed.
+local function leave(name)
+    local kind, life = sub(name, 1, 16), sub(name, 17)
+    if life == '' or life_of(kind) ~= life then return end
+    if call('HINCRBY', numbers, 'u' .. kind, -1) <= 0 then end_life(kind) end
 end
 
-local function unset_loose(parts, bytes)
-    local count = call('ZREM', loose, parts .. bytes)
+local function set_loose(parts, bytes, name)
+    local count = call('ZADD', loose, now_s() + LOOSE_S, parts .. bytes .. name)
+    add('loose', count)
+    add('bytes', count * tonumber(bytes))
+    return count == 1
+end
+
+local function unset_loose(one)
+    local count = call('ZREM', loose, one)
     add('loose', -count)
-    add('bytes', -count * tonumber(bytes))
+    add('bytes', -count * tonumber(sub(one, 21, 36)))
     return count == 1
 end
 
 local function give_up(parts)
-    victims[#victims + 1] = parts
-    set_loose(parts, NOTHING, loose_until())
+    given_up[#given_up + 1] = parts
+    set_loose(parts, NOTHING, '')
 end
 
 local function touch(key)
@@ -102,7 +116,8 @@ local function drop(key, row)
     add('bytes', -tonumber(sub(row, 73, 88)))
     if is_live(row) then
         removed[#removed + 1] = kind
-        if call('HINCRBY', numbers, 'n' .. kind, -1) <= 0 then end_life(kind) end
+        call('HINCRBY', numbers, 'n' .. kind, -1)
+        leave(name)
     else
         add('dead', -1)
     end
@@ -116,7 +131,7 @@ end
 
 local function drop_all(key)
     local stack = { key }
-    while #stack > 0 and #victims < DESCENDANTS_MAX do
+    while #stack > 0 and #given_up < DESCENDANTS_MAX do
         local one = table.remove(stack)
         local row = call('HGET', index, one)
         if row then
@@ -168,10 +183,14 @@ end
 local function make_room(bytes, bytes_max, parents)
     if bytes > bytes_max then return 'no_room' end
     while counts.bytes + bytes > bytes_max do
-        if #victims >= DROPPED_MAX then return 'more' end
+        if #given_up >= DROPPED_MAX then return 'more' end
         local key
-        for _, one in ipairs(call('ZRANGE', leaves, 0, #parents / 32)) do
-            if not key and not string.find(parents, one, 1, true) then key = one end
+        -- One more than there are parents: if there are so many, one of them is none.
+        for _, one in ipairs(call('ZRANGE', leaves, 0, #parents / KEY_BYTES)) do
+            if not string.find(parents, one, 1, true) then
+                key = one
+                break
+            end
         end
         if not key then return 'no_room' end
         drop(key, call('HGET', index, key))
@@ -186,8 +205,8 @@ function ops.find(kind, parent, digests, keys)
     local life = life_of(kind)
     if life == '' then return { {}, '', '', 0 } end
     local name, at, rows, is_all = kind .. life, parent, {}, true
-    for from = 1, #keys, 32 do
-        local key = sub(keys, from, from + 31)
+    for from = 1, #keys, KEY_BYTES do
+        local key = sub(keys, from, from + KEY_BYTES - 1)
         local row = call('HGET', index, key)
         if not row or name_of(row) .. parent_of(row) ~= name .. at then
             is_all = false
@@ -230,9 +249,9 @@ end
 -- stored, and will be there or not by its end; `parents`: of all that the caller stores.
 function ops.begin(kind, whose, root, key, parent, digests, whole, parts, bytes, bytes_max,
     is_behind, parents)
-    local now = loose_until() - LOOSE_S
-    for _, one in ipairs(call('ZRANGEBYSCORE', loose, '-inf', now, 'LIMIT', 0, 16)) do
-        unset_loose(sub(one, 1, 20), sub(one, 21))
+    for _, one in ipairs(call('ZRANGEBYSCORE', loose, '-inf', now_s(), 'LIMIT', 0, 16)) do
+        unset_loose(one)
+        leave(sub(one, 37))
         give_up(sub(one, 1, 20))
     end
     local before = call('HGET', index, key)
@@ -251,7 +270,9 @@ function ops.begin(kind, whose, root, key, parent, digests, whole, parts, bytes,
         lives[kind] = string.format('%08d', add('life', 1))
         call('HSET', numbers, 'i' .. kind, lives[kind], 'n' .. kind, 0, 'k' .. kind, whose)
     end
-    set_loose(parts, bytes, now + LOOSE_S)
+    if set_loose(parts, bytes, kind .. life_of(kind)) then -- else it has begun before
+        call('HINCRBY', numbers, 'u' .. kind, 1)
+    end
     return { 'go', life_of(kind), evicted }
 end
 
@@ -260,7 +281,7 @@ end
 function ops.complete(root, key, whole, row, ...)
     local kind, name, parent, digests = kind_of(row), name_of(row), parent_of(row), digests_of(row)
     local parts, bytes = sub(row, 1, 16) .. sub(row, 89, 92), sub(row, 73, 88)
-    local is_kept, there = unset_loose(parts, bytes), call('HGET', index, key)
+    local is_kept, there = unset_loose(parts .. bytes .. name), call('HGET', index, key)
     local why = not is_kept and 'expired' or not is_live(row) and 'not_anchored'
         or is_held(name, key, parent, digests, there)
     if not why and not is_anchored(name, root, parent, tonumber(whole)) then why = 'not_anchored' end
@@ -270,14 +291,14 @@ function ops.complete(root, key, whole, row, ...)
     if why then
         -- Also where they were not known any more: they have been sent since.
         if not there or sub(there, 1, 16) ~= sub(row, 1, 16) then give_up(parts) end
-        if call('HGET', numbers, 'n' .. kind) == '0' then end_life(kind) end
+        if is_kept then leave(name) end
         return { why }
     end
     call('HSET', index, key, row)
     call('ZADD', tree, 0, member_of(key, row))
     call('ZADD', leaves, add('moment', 1), key)
     add('bytes', tonumber(bytes))
-    call('HINCRBY', numbers, 'n' .. kind, 1)
+    call('HINCRBY', numbers, 'n' .. kind, 1) -- and needs the life that its store needed
     local above = call('ZSCORE', leaves, parent)
     if above then
         call('ZREM', leaves, parent)
@@ -299,10 +320,9 @@ function ops.complete(root, key, whole, row, ...)
 end
 
 -- What `begin` set aside is not wanted any more, whatever of it was sent.
-function ops.abandon(parts, bytes, kind)
-    unset_loose(parts, bytes)
+function ops.abandon(parts, bytes, name)
+    if unset_loose(parts .. bytes .. name) then leave(name) end
     give_up(parts)
-    if call('HGET', numbers, 'n' .. kind) == '0' then end_life(kind) end
     return {}
 end
 
@@ -342,8 +362,11 @@ function ops.sweep(cursor)
     return { found[1] }
 end
 
+-- How many records there are; and the numbers of each kind, unless there are too many of them.
 function ops.survey()
-    return call('HGETALL', numbers)
+    local are_few = call('HLEN', numbers) <= #COUNTERS + 4 * KINDS_MAX
+    local records = call('HLEN', index) - counts.dead
+    return { records, are_few and call('HGETALL', numbers) or {} }
 end
 
 for at, value in ipairs(call('HMGET', numbers, unpack(COUNTERS))) do
@@ -361,7 +384,7 @@ if not is_whole then
     for _, field in ipairs(COUNTERS) do counts[field] = 0 end
 end
 
-for from = 1, #ARGV[2], 20 do unset_loose(sub(ARGV[2], from, from + 19), NOTHING) end
+for from = 1, #ARGV[2], 20 do unset_loose(sub(ARGV[2], from, from + 19) .. NOTHING) end
 local result = ops[ARGV[1]](unpack(ARGV, 3))
 if are_counts_changed then
     local written = {}
@@ -371,5 +394,5 @@ if are_counts_changed then
     end
     call('HSET', numbers, unpack(written))
 end
-local head = string.format('%d%016d%04d', is_whole and 1 or 0, counts.bytes, #victims)
-return { head .. table.concat(victims) .. table.concat(removed), result }
+local head = string.format('%d%016d%04d', is_whole and 1 or 0, counts.bytes, #given_up)
+return { head .. table.concat(given_up) .. table.concat(removed), result }

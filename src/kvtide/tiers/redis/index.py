@@ -3,9 +3,11 @@
 Ownership: one thread's.
 """
 
+import enum
 import hashlib
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
@@ -18,7 +20,7 @@ from kvtide.tiers.redis.resp import Connection, Reply, ServerError
 from kvtide.tiers.redis.routes import Routes
 from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.census import Census
-from kvtide.tiers.remote.kinds import KIND_BYTES, kind_of
+from kvtide.tiers.remote.kinds import kind_of
 from kvtide.tiers.remote.session import Put
 from kvtide.tiers.scope import Scope
 
@@ -28,9 +30,25 @@ SCRIPT = (resources.files(__package__) / "index.lua").read_bytes()
 _SHA = hashlib.sha1(SCRIPT, usedforsecurity=False).hexdigest().encode()
 WRITE_IDS_MAX = 8192
 """Noted at once: all that is found for one prompt, several times."""
-_PARTS_BYTES = 20
-_ROW_AT = 92
-_HEAD_BYTES = 21
+_KIND_BYTES = 16
+_GIVEN_UP_BYTES = 20
+_DIGESTS_AT = 92
+_HEAD = re.compile(rb"([01])(\d{16})(\d{4})")
+"""Of an answer: whether the index was whole, all bytes, how many writes were given up."""
+
+
+class IndexAnswer(enum.StrEnum):
+    """What the index says to a store that begins, or whose parts are there."""
+
+    GO = "go"  # room is set aside for it
+    MORE = "more"  # as much as one call evicts was not enough
+    STORED = "stored"  # it is a record now
+    HELD = "held"  # it was there already, or a longer one that begins with it
+    NOT_ANCHORED = "not_anchored"  # its parent is not there, or it was cleared meanwhile
+    NO_ROOM = "no_room"  # nothing can be evicted for it
+    NO_PARTS = "no_parts"  # its parts are not where they should be
+    OTHER = "other"  # its name has other content
+    EXPIRED = "expired"  # what was set aside is not known any more
 
 
 class WriteIds:
@@ -67,10 +85,18 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What a store needs to go on: `why` not, or the life of its kind."""
+    """What the index says to a store that begins: to GO on, with the life of its kind; or not."""
 
-    why: str
+    answer: IndexAnswer
     life: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A write whose parts nobody needs any more."""
+
+    write_id: bytes
+    part_count: int
 
 
 class Index:
@@ -89,25 +115,21 @@ class Index:
         self._bytes_max = bytes_max
         self._removed = bytearray()
         self._cursor = b"0"
-        self._victims: list[bytes] = []
+        self._given_up: list[GivenUp] = []
         self._taught: Connection | None = None
 
     def names(self, write_id: bytes, count: int) -> list[bytes]:
         """Keys of the parts of one write."""
         return [f"{self._prefix}{write_id.hex()}:{number}".encode() for number in range(count)]
 
-    def take_victims(self) -> list[bytes]:
-        """Writes whose parts nobody needs any more, since this was asked."""
-        victims, self._victims = self._victims, []
-        return victims
+    def take_given_up(self) -> list[GivenUp]:
+        """Those that were told of since this was asked."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
 
-    def names_of_victim(self, victim: bytes) -> list[bytes]:
-        """Keys of its parts."""
-        return self.names(victim[:WRITE_ID_BYTES], int(victim[WRITE_ID_BYTES:]))
-
-    def is_removed(self, victim: bytes) -> None:
+    def note_removed(self, given_up: GivenUp) -> None:
         """Its parts are gone; the next call says so."""
-        self._removed += victim
+        self._removed += given_up.write_id + b"%04d" % given_up.part_count
 
     # ---- calls
 
@@ -122,8 +144,12 @@ class Index:
                 for number, one in enumerate(rows):
                     at = number * KEY_BYTES
                     records.append(self._found(job, parent, job.keys[at : at + KEY_BYTES], one))
+                    if not records[-1].is_whole:
+                        raise _nonsense(one)
                     parent = records[-1].key
                 if key:
+                    if len(rows) * KEY_BYTES != len(job.keys):
+                        raise _nonsense(reply)
                     records.append(self._found(job, parent, key, row))
                 return records, bool(may_go_on)
         raise _nonsense(reply)
@@ -181,9 +207,9 @@ class Index:
         """What `begin` came to."""
         reply = self._answered(sent)
         match reply:
-            case [bytes() as why, bytes() as life, int(evicted)]:
+            case [bytes() as answer, bytes() as life, int(evicted)]:
                 self._census.evicted_more(evicted)
-                return Begun(why.decode(), life)
+                return Begun(_answer(answer), life)
         raise _nonsense(reply)
 
     def complete(
@@ -196,22 +222,22 @@ class Index:
         whole = b"%d" % (record.layout.blocks_per_chunk * INNER_DIGEST_BYTES)
         return self._sent(b"complete", record.root.key, record.key, whole, row, *names)
 
-    def completed(self, sent: Sent, record: Record, write_id: bytes) -> str:
-        """How `complete` ended: "stored", or why it is no record."""
+    def completed(self, sent: Sent, record: Record, write_id: bytes) -> IndexAnswer:
+        """How `complete` ended: STORED, or why it is no record."""
         reply = self._answered(sent)
         match reply:
-            case [b"stored"]:
-                self._census.stored(kind_of(record.root, record.layout), record.root)
-                self._known.note(record.key, write_id)
-                return "stored"
-            case [bytes() as why]:
-                return why.decode()
+            case [bytes() as said]:
+                answer = _answer(said)
+                if answer is IndexAnswer.STORED:
+                    self._census.stored(kind_of(record.root, record.layout), record.root)
+                    self._known.note(record.key, write_id)
+                return answer
         raise _nonsense(reply)
 
-    def abandon(self, record: Record, write_id: bytes) -> Sent:
+    def abandon(self, record: Record, write_id: bytes, life: bytes) -> Sent:
         """What was begun will not be completed."""
-        kind = kind_of(record.root, record.layout)
-        return self._sent(b"abandon", *_parts_of(record, write_id), kind)
+        name = kind_of(record.root, record.layout) + life
+        return self._sent(b"abandon", *_parts_of(record, write_id), name)
 
     def abandoned(self, sent: Sent) -> None:
         """It is not any more."""
@@ -247,17 +273,12 @@ class Index:
     def survey(self) -> None:
         """Tell the census all there is."""
         reply = self._call(b"survey")
-        if not isinstance(reply, list):
-            raise _nonsense(reply)
-        said = dict(zip(reply[::2], reply[1::2], strict=False))
-        kinds = {}
-        for name, whose in said.items():
-            if isinstance(name, bytes) and name[:1] == b"k" and isinstance(whose, bytes):
-                count = said.get(b"n" + name[1:])
-                records = int(count) if isinstance(count, bytes) else 0
-                if records:
-                    kinds[name[1:]] = (whose[:KEY_BYTES], whose[KEY_BYTES:], records)
-        self._census.counted(kinds)
+        match reply:
+            case [int(records), list() as numbers]:
+                kinds = dict(_kinds(numbers))
+                self._census.counted(kinds, records - sum(kind[2] for kind in kinds.values()))
+                return
+        raise _nonsense(reply)
 
     # ---- the call
 
@@ -288,20 +309,44 @@ class Index:
         if isinstance(reply, ServerError):
             raise self._routes.judge(self._keys[0], reply)
         match reply:
-            case [bytes() as told, result] if (
-                told[:_HEAD_BYTES].isdigit() and len(told) >= _HEAD_BYTES
-            ):
-                if told[:1] != b"1":  # it was not whole, and began anew
+            case [bytes() as told, result] if head := _HEAD.match(told):
+                is_whole, bytes_used, count = map(int, head.groups())
+                if not is_whole:  # it began anew
                     self._census.counted({})
-                kinds_at = _HEAD_BYTES + _PARTS_BYTES * int(told[17:_HEAD_BYTES])
-                self._census.said(int(told[1:17]), _cut(told[kinds_at:], KIND_BYTES))
-                self._victims += _cut(told[_HEAD_BYTES:kinds_at], _PARTS_BYTES)
+                kinds_at = head.end() + _GIVEN_UP_BYTES * count
+                self._census.said(bytes_used, _cut(told[kinds_at:], _KIND_BYTES))
+                for one in _cut(told[head.end() : kinds_at], _GIVEN_UP_BYTES):
+                    self._given_up.append(_given_up(one))
                 return result
         raise _nonsense(reply)
 
 
 def _cut(joined: bytes, size: int) -> list[bytes]:
     return [joined[at : at + size] for at in range(0, len(joined), size)]
+
+
+def _given_up(one: bytes) -> GivenUp:
+    count = one[WRITE_ID_BYTES:]
+    if not count.isdigit():
+        raise _nonsense(one)
+    return GivenUp(one[:WRITE_ID_BYTES], int(count))
+
+
+def _answer(said: bytes) -> IndexAnswer:
+    try:
+        return IndexAnswer(said.decode())
+    except ValueError:
+        raise _nonsense(said) from None
+
+
+def _kinds(numbers: list[Reply]) -> Iterator[tuple[bytes, tuple[bytes, bytes, int]]]:
+    """Of each kind that has records its fingerprint, salt digest, and how many."""
+    said = dict(zip(numbers[::2], numbers[1::2], strict=False))
+    for name, whose in said.items():
+        if isinstance(name, bytes) and name[:1] == b"k" and isinstance(whose, bytes):
+            count = said.get(b"n" + name[1:])
+            if isinstance(count, bytes) and count.isdigit() and int(count):
+                yield name[1:], (whose[:KEY_BYTES], whose[KEY_BYTES:], int(count))
 
 
 def _parts_of(record: Record, write_id: bytes) -> tuple[bytes, bytes]:
@@ -318,7 +363,7 @@ def taken_bytes(record: Record) -> int:
 
 def _record(job: LookupJob, parent: bytes, key: bytes, row: Reply) -> Record:
     """A row as a record of the chain that was asked for."""
-    digests = row[_ROW_AT:] if isinstance(row, bytes) else b""
+    digests = row[_DIGESTS_AT:] if isinstance(row, bytes) else b""
     blocks, rest = divmod(len(digests), INNER_DIGEST_BYTES)
     is_ours = not rest and 0 < blocks <= job.layout.blocks_per_chunk and len(key) == KEY_BYTES
     if not is_ours or digests[-INNER_DIGEST_BYTES:] != key[:INNER_DIGEST_BYTES]:

@@ -118,9 +118,10 @@ class Connection:
 
     # ---- sending
 
-    def send(self, *command: bytes | Sequence[memoryview]) -> None:
+    def send(self, *command: bytes | Sequence[memoryview], goes_on: bool = False) -> None:
         """Send a command, at the latest when an answer is read; an argument that is a sequence is
-        one value, in pieces, which do not change until then."""
+        one value, in pieces, which do not change until then. With `goes_on` it waits for the next
+        one, which comes at once: both leave, and are heard of, together."""
         text = self._text
         text += b"*%d\r\n" % len(command)
         for argument in command:
@@ -138,7 +139,7 @@ class Connection:
                         text = self._text = bytearray()
             text += b"\r\n"
         self.unread += 1
-        if self._held_bytes + len(text) >= HELD_BYTES_MAX:
+        if self._held_bytes + len(text) >= HELD_BYTES_MAX and not goes_on:
             self.flush()
 
     def flush(self) -> None:

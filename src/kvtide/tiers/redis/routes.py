@@ -72,6 +72,7 @@ class Routes:
         self._is_cluster = False
         self._slots: list[Host | None] = []
         self._first: Host | None = None
+        self._failed_s: dict[Host, float] = {}
         self._until_s = 0.0
         self._is_interrupted = False
 
@@ -193,14 +194,20 @@ class Routes:
         address = self._address
         if address.path:
             return address.path, 0
-        failed = []
+        failed: list[str] = []
         # A URL may name only what is gone by now: those that it led to know the others.
         known = () if address.watched else tuple(self._connections)
-        for host in dict.fromkeys((*address.hosts, *known)):
+        hosts = list(dict.fromkeys((*address.hosts, *known)))
+        # Who failed last is asked last: a call may end before all have been, and the next goes on.
+        self._failed_s = {host: self._failed_s.get(host, 0.0) for host in hosts}
+        for host in sorted(hosts, key=self._failed_s.__getitem__):
+            if failed and time.monotonic() >= self._until_s:
+                break
             try:
                 return self._master_by(host) if address.watched else self._seen(host)
-            except PlaceFailed as error:
-                failed.append(str(error))
+            except (PlaceFailed, OSError) as error:
+                failed.append(reason_of(error))
+                self._failed_s[host] = time.monotonic()
         raise PlaceFailed("; ".join(dict.fromkeys(failed)))
 
     def _seen(self, host: Host) -> Host:
@@ -330,6 +337,12 @@ class Routes:
         if address.database and not is_sentinel:
             connection.send(b"SELECT", b"%d" % address.database)
             _expect_ok(connection.read())
+
+
+def reason_of(error: PlaceFailed | OSError) -> str:
+    """What failed, in words; TimeoutError is an OSError, and ssl.SSLError."""
+    is_late = isinstance(error, TimeoutError | BlockingIOError)
+    return "it did not answer in time" if is_late else str(error)
 
 
 def _expect_ok(reply: Reply) -> None:

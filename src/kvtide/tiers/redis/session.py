@@ -20,7 +20,7 @@ from kvtide.redis_address import Address
 from kvtide.tiers.base import LoadOutcome, LookupJob, StoreOutcome
 from kvtide.tiers.redis.index import Index, WriteIds
 from kvtide.tiers.redis.resp import Connection, ServerError
-from kvtide.tiers.redis.routes import REDIRECTS_MAX, Limits, Redirected, Routes
+from kvtide.tiers.redis.routes import REDIRECTS_MAX, Limits, Redirected, Routes, reason_of
 from kvtide.tiers.redis.stores import Stores
 from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.census import Census
@@ -38,6 +38,8 @@ server keeps no more than this for a reader that is slow."""
 
 class RedisSession:
     """See `Session`."""
+
+    answers_lookups = False
 
     def __init__(
         self,
@@ -98,16 +100,14 @@ class RedisSession:
                 except Redirected as error:
                     self._routes.redirected(error)
             raise PlaceFailed("its servers name one another for the same key")
-        except OSError as error:  # TimeoutError is one, and ssl.SSLError
-            is_late = isinstance(error, TimeoutError | BlockingIOError)
-            said = "it did not answer in time" if is_late else str(error)
-            raise PlaceFailed(said) from error
+        except OSError as error:
+            raise PlaceFailed(reason_of(error)) from error
         finally:
             self._routes.drop_busy()
 
     def _sweep(self) -> bool:
         is_more = self._index.sweep()
-        self._stores.remove_victims()
+        self._stores.remove_given_up()
         return is_more
 
     def _load(self, record: Record, cells: Sequence[memoryview]) -> LoadOutcome:
@@ -138,7 +138,7 @@ class RedisSession:
         else:
             self._routes.drop_busy()
             self._index.remove(record, write_id)
-            self._stores.remove_victims()
+            self._stores.remove_given_up()
         return outcome
 
     def _ask_ahead(self, reading: deque[_Part], under_way: deque[_Read]) -> None:

@@ -16,27 +16,31 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 from kvtide.codec.passing import HeaderWriter
 from kvtide.errors import PlaceFailed
 from kvtide.tiers.base import StoreOutcome
-from kvtide.tiers.redis.index import Begun, Index, Sent
+from kvtide.tiers.redis.index import Begun, GivenUp, Index, IndexAnswer, Sent
 from kvtide.tiers.redis.resp import Connection, ServerError
 from kvtide.tiers.redis.routes import Redirected, Routes
 from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.session import Put
 
+_Asked: TypeAlias = tuple[bytes, Connection]
+
 UNDER_WAY_MAX = 3
 """One whose answers are to come, one that is sent, one for which room is set aside."""
-_WHY = {
-    "held": StoreOutcome.HELD,
-    "not_anchored": StoreOutcome.NOT_ANCHORED,
-    "no_room": StoreOutcome.NO_ROOM,
-    "no_parts": StoreOutcome.NO_ROOM,
-    "other": StoreOutcome.FAILED,
-    "expired": StoreOutcome.FAILED,  # what was set aside is not known any more
-    "stored": StoreOutcome.STORED,
+_OUTCOMES = {
+    IndexAnswer.STORED: StoreOutcome.STORED,
+    IndexAnswer.HELD: StoreOutcome.HELD,
+    IndexAnswer.NOT_ANCHORED: StoreOutcome.NOT_ANCHORED,
+    IndexAnswer.NO_ROOM: StoreOutcome.NO_ROOM,
+    IndexAnswer.NO_PARTS: StoreOutcome.NO_ROOM,  # its server had none for them
+    IndexAnswer.OTHER: StoreOutcome.FAILED,
+    IndexAnswer.EXPIRED: StoreOutcome.FAILED,
 }
+"""Of the answers that end a store."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +54,7 @@ class _UnderWay:
         begun: what the index said to it; None: that is to come.
         is_sent: its parts are, too.
         refusal: what a server would not take a part for.
-        why: how it ended, as the index says it; empty: it has not.
+        answer: how it ended, as the index says it; None: it has not.
         is_full: its server had no memory for it, and it is tried with less than the cap.
     """
 
@@ -60,18 +64,23 @@ class _UnderWay:
     begun: Begun | None = None
     is_sent: bool = False
     refusal: ServerError | None = None
-    why: str = ""
+    answer: IndexAnswer | None = None
     is_full: bool = False
     is_orphan: bool = False
 
     @property
+    def is_to_be_sent(self) -> bool:
+        """Whether its parts are still to be sent, as far as is known."""
+        return not self.is_sent and self.answer is None
+
+    @property
     def is_lost(self) -> bool:
         """Whether nothing can be kept behind it."""
-        return bool(self.why) and not _WHY[self.why].is_kept
+        return self.answer is not None and not _OUTCOMES[self.answer].is_kept
 
 
 class Stores:
-    """See above."""
+    """Stores of one session, from what is next to their ends."""
 
     def __init__(self, routes: Routes, index: Index, put_s: float) -> None:
         self._routes = routes
@@ -87,12 +96,12 @@ class Stores:
         names another one, what has not ended begins again when this is called again."""
         self._due.clear()
         for one in self._under_way:
-            if not one.why:
+            if one.answer is None:
                 self._begin(one)
         while True:
             self._end(ended)
             self._take(next_put)
-            unsent = next((one for one in self._under_way if not (one.is_sent or one.why)), None)
+            unsent = next((one for one in self._under_way if one.is_to_be_sent), None)
             if unsent is not None and unsent.begun is not None:
                 self._send(unsent, unsent.begun)
             elif self._due:
@@ -106,8 +115,8 @@ class Stores:
         self._under_way.clear()
         self._due.clear()
 
-    def remove_victims(self) -> None:
-        """Parts that the index has given up; those that are gone already are no error."""
+    def remove_given_up(self) -> None:
+        """Parts of the writes that are; those that are gone already are no error."""
         self._due.clear()
         self._unlink()
         while self._due:
@@ -129,7 +138,7 @@ class Stores:
             self._begin(self._under_way[-1])
 
     def _begin(self, one: _UnderWay) -> None:
-        one.begun, one.refusal, one.is_sent, one.why = None, None, False, ""
+        one.begun, one.refusal, one.is_sent, one.answer = None, None, False, None
         self._routes.limit(self._under_way[0].until_s)
         parents = {each.put.record.parent for each in self._under_way}
         is_behind = one.parent is not None
@@ -138,78 +147,83 @@ class Stores:
 
     def _read_begun(self, one: _UnderWay, sent: Sent) -> None:
         begun = self._index.begun(sent)
-        if begun.why == "more":  # as much as one call evicts was not enough
+        if begun.answer is IndexAnswer.MORE:
             self._unlink()
             self._begin(one)
             return
         one.begun = begun
-        if begun.why != "go":
-            one.why = begun.why
+        if begun.answer is not IndexAnswer.GO:
+            one.answer = begun.answer
 
     def _send(self, one: _UnderWay, begun: Begun) -> None:
-        """Its parts, summed as they go; so those with headers last."""
         one.is_sent = True
-        record, write_id = one.put.record, one.put.write_id
         if one.is_orphan or (one.parent is not None and one.parent.is_lost):
-            sent = self._index.abandon(record, write_id)
-            self._due.append(partial(self._read_abandoned, one, sent, "not_anchored"))
+            self._abandon(one, begun, IndexAnswer.NOT_ANCHORED)
             return
-        lengths = parts.lengths_of(record)
-        names = self._index.names(write_id, len(lengths))
-        headers = parts.empty_headers(record)
-        writer = HeaderWriter(record, write_id, headers)
-        memory = {id(header.obj) for header in headers}
-        asked, last = [], []
-        cut = parts.cut(headers, one.put.cells, lengths)
-        for name, pieces in zip(names, cut, strict=True):
-            writer.passed(pieces)
-            if any(id(piece.obj) in memory for piece in pieces):
-                last.append((name, pieces))
-            else:
-                asked.append(self._set(name, pieces))
-        asked += [self._set(name, pieces) for name, pieces in last]
+        names, asked = self._send_parts(one.put)
         if self._routes.are_one:  # in order on one server, which looks for the parts
             self._due.append(partial(self._read_parts, one, asked))
             self._complete(one, begun, names)
         else:
             self._due.append(partial(self._read_all_parts, one, begun, asked))
 
-    def _set(self, name: bytes, pieces: Sequence[memoryview]) -> tuple[bytes, Connection]:
+    def _send_parts(self, put: Put) -> tuple[list[bytes], list[_Asked]]:
+        """Each is summed as it goes; so those with headers go last, which hold the sums."""
+        record = put.record
+        lengths = parts.lengths_of(record)
+        names = self._index.names(put.write_id, len(lengths))
+        headers = parts.empty_headers(record)
+        writer = HeaderWriter(record, put.write_id, headers)
+        asked, last = [], []
+        cut = parts.cut(headers, put.cells, lengths)
+        have_headers = parts.have_headers(record.layout, record.blocks)
+        for name, pieces, has_header in zip(names, cut, have_headers, strict=True):
+            writer.passed(pieces)
+            if has_header:
+                last.append((name, pieces))
+            else:
+                asked.append(self._set(name, pieces))
+        final = last[-1][0] if self._routes.are_one else None  # `complete` follows it at once
+        asked += [self._set(name, pieces, goes_on=name is final) for name, pieces in last]
+        return names, asked
+
+    def _abandon(self, one: _UnderWay, begun: Begun, answer: IndexAnswer) -> None:
+        sent = self._index.abandon(one.put.record, one.put.write_id, begun.life)
+        self._due.append(partial(self._read_abandoned, one, sent, answer))
+
+    def _set(self, name: bytes, pieces: Sequence[memoryview], *, goes_on: bool = False) -> _Asked:
         connection = self._routes.of(name)
-        connection.send(b"SET", name, pieces)
+        connection.send(b"SET", name, pieces, goes_on=goes_on)
         return name, connection
 
-    def _read_parts(self, one: _UnderWay, asked: list[tuple[bytes, Connection]]) -> None:
+    def _read_parts(self, one: _UnderWay, asked: list[_Asked]) -> None:
         one.refusal = self._refusal(asked)
 
-    def _read_all_parts(
-        self, one: _UnderWay, begun: Begun, asked: list[tuple[bytes, Connection]]
-    ) -> None:
+    def _read_all_parts(self, one: _UnderWay, begun: Begun, asked: list[_Asked]) -> None:
         one.refusal = self._refusal(asked)
         if one.refusal is None:
             self._complete(one, begun, ())
-            return
-        sent = self._index.abandon(one.put.record, one.put.write_id)
-        self._due.append(partial(self._read_abandoned, one, sent, "no_parts"))
+        else:
+            self._abandon(one, begun, IndexAnswer.NO_PARTS)
 
     def _complete(self, one: _UnderWay, begun: Begun, names: Sequence[bytes]) -> None:
         sent = self._index.complete(one.put.record, one.put.write_id, begun.life, names)
         self._due.append(partial(self._read_completed, one, sent))
 
     def _read_completed(self, one: _UnderWay, sent: Sent) -> None:
-        one.why = self._index.completed(sent, one.put.record, one.put.write_id)
+        one.answer = self._index.completed(sent, one.put.record, one.put.write_id)
 
-    def _read_abandoned(self, one: _UnderWay, sent: Sent, why: str) -> None:
+    def _read_abandoned(self, one: _UnderWay, sent: Sent, answer: IndexAnswer) -> None:
         self._index.abandoned(sent)
-        one.why = why
+        one.answer = answer
 
     def _end(self, ended: Callable[[Put, StoreOutcome], None]) -> None:
         """Those that have, in order. What a full server had no memory for is tried once more, by
         less than the cap, with all that fell with it."""
-        while self._under_way and self._under_way[0].why:
+        while self._under_way and (answer := self._under_way[0].answer) is not None:
             one = self._under_way[0]
             is_refused = one.refusal is not None and one.refusal.code != "OOM"
-            if is_refused or (one.why == "no_parts" and not one.is_full):
+            if is_refused or (answer is IndexAnswer.NO_PARTS and not one.is_full):
                 while self._due:
                     self._read_next()
                 if is_refused:
@@ -223,7 +237,7 @@ class Stores:
             for each in self._under_way:
                 if each.parent is one:  # nothing of what has ended, and no cell, stays known
                     each.parent, each.is_orphan = None, one.is_lost
-            ended(one.put, _WHY[one.why])
+            ended(one.put, _OUTCOMES[answer])
 
     # ---- answers
 
@@ -234,23 +248,23 @@ class Stores:
         self._unlink()
 
     def _unlink(self) -> None:
-        """Have the parts of all victims removed: ahead of whatever is sent from now on."""
-        for victim in self._index.take_victims():
-            names = self._index.names_of_victim(victim)
+        """Have the parts of what is given up removed: ahead of whatever is sent from now on."""
+        for given_up in self._index.take_given_up():
+            names = self._index.names(given_up.write_id, given_up.part_count)
             asked = []
             for together in [names] if self._routes.are_one else [[name] for name in names]:
                 connection = self._routes.of(together[0])
                 connection.send(b"UNLINK", *together)
                 asked.append((together[0], connection))
-            self._due.append(partial(self._read_unlinked, victim, asked))
+            self._due.append(partial(self._read_unlinked, given_up, asked))
 
-    def _read_unlinked(self, victim: bytes, asked: list[tuple[bytes, Connection]]) -> None:
+    def _read_unlinked(self, given_up: GivenUp, asked: list[_Asked]) -> None:
         refused = self._refusal(asked)
         if refused is not None:
             raise PlaceFailed(str(refused))
-        self._index.is_removed(victim)
+        self._index.note_removed(given_up)
 
-    def _refusal(self, asked: Sequence[tuple[bytes, Connection]]) -> ServerError | None:
+    def _refusal(self, asked: Sequence[_Asked]) -> ServerError | None:
         """What the first that was refused was refused with."""
         refused = None
         for name, connection in asked:

@@ -27,6 +27,7 @@ class Census:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kinds: dict[bytes, _Kind] = {}
+        self._other_count = 0
         self._bytes_used = 0
         self._evicted = 0
         self.bytes_max: int | None = None
@@ -38,7 +39,9 @@ class Census:
             self._bytes_used = bytes_used
             for name in removed:
                 kind = self._kinds.get(name)
-                if kind is not None:
+                if kind is None:
+                    self._other_count = max(0, self._other_count - 1)
+                else:
                     kind.records -= 1
                     if kind.records <= 0:
                         del self._kinds[name]
@@ -68,10 +71,14 @@ class Census:
             kind = self._kinds.setdefault(name, _Kind(root.fingerprint, root.salt_digest, 0))
             kind.records += 1
 
-    def counted(self, kinds: Mapping[bytes, tuple[bytes, bytes, int]]) -> None:
-        """All there are: of each kind its fingerprint, salt digest and records."""
+    def counted(
+        self, kinds: Mapping[bytes, tuple[bytes, bytes, int]], other_count: int = 0
+    ) -> None:
+        """All there are: of each kind its fingerprint, salt digest and records; and how many
+        records there are of kinds that were not told."""
         with self._lock:
             self._kinds = {name: _Kind(*kind) for name, kind in kinds.items()}
+            self._other_count = other_count
 
     def cleared(self, scope: Scope) -> int:
         """These are gone; how many that was, as far as is known."""
@@ -87,7 +94,7 @@ class Census:
     def records(self) -> int:
         """That can be found."""
         with self._lock:
-            return sum(kind.records for kind in self._kinds.values())
+            return self._other_count + sum(kind.records for kind in self._kinds.values())
 
     @property
     def bytes_used(self) -> int:

@@ -82,6 +82,21 @@ def empty_headers(record: Record) -> list[memoryview]:
     return [memoryview(bytearray(length)) for _ in range(shard_count)]
 
 
+@lru_cache(maxsize=256)
+def have_headers(layout: KVLayout, blocks: int) -> tuple[bool, ...]:
+    """Of each part, whether any of a header is in it."""
+    header = header_bytes(layout.shard_count, blocks)
+    found, start = [], 0
+    for length in _lengths_of(layout, blocks):
+        end, at, has_header = start + length, 0, False
+        for cell_bytes in layout.cell_bytes:
+            has_header |= at < end and start < at + header
+            at += header + blocks * cell_bytes
+        found.append(has_header)
+        start = end
+    return tuple(found)
+
+
 def cut(
     headers: Sequence[memoryview], cells: Sequence[memoryview], lengths: Sequence[int]
 ) -> Iterator[list[memoryview]]:

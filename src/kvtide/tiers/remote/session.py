@@ -43,6 +43,10 @@ class Session(Protocol):
     """A client of one place, for one thread. Each call raises PlaceFailed where the place does
     not do what it is asked to; it has no connection with an unread answer then."""
 
+    answers_lookups: bool
+    """Whether `find` answers from what it knows, without asking the place: then only what was
+    loaded or stored tells that this works."""
+
     def find(self, job: LookupJob) -> tuple[list[Record], bool]:
         """The records and `may_go_on` of a `Found`; in one round trip."""
 

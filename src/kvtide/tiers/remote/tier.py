@@ -99,6 +99,8 @@ class RemoteTier:
         self._queue_bytes_max = queue_bytes_max
         self._census = Census()
         self._breaker = Breaker("loads and stores", place, logger, SHARED_RETRY_MS_MAX)
+        # Lookups may work where values do not come: only a load tells that loads do.
+        self._load_breaker = Breaker("loads", place, logger, SHARED_RETRY_MS_MAX)
         self._hung: Hung[Op] = Hung(_run_ms_max)
         self._health = _Health()
         self._workers = Workers(name, lambda: open_session(self._census), wake)
@@ -121,7 +123,7 @@ class RemoteTier:
     # ---- jobs
 
     def lookup(self, job: LookupJob) -> None:
-        is_vain = self._is_closed or self._breaker.is_open or self._is_cleared(job.root)
+        is_vain = self._is_closed or self._are_loads_stopped or self._is_cleared(job.root)
         if is_vain or len(self._asking) >= ASKED_MAX:
             self._end(Found(job.number, [], may_go_on=False))
             return
@@ -132,14 +134,18 @@ class RemoteTier:
     def load(self, job: LoadJob) -> None:
         if self._is_closed:
             self._end_load(job, LoadOutcome.CLOSED)
-        elif self._breaker.is_open:
+        elif self._are_loads_stopped:
             self._end_load(job, LoadOutcome.BROKEN)
         elif self._is_cleared(job.record.root):
             self._end_load(job, LoadOutcome.ABSENT)
         else:
-            op = LoadOp(job)
+            op = LoadOp(job, self._load_breaker.wants_probe(self._now_ms))
             self._loading.add(op)
             self._workers.load(op)
+
+    @property
+    def _are_loads_stopped(self) -> bool:
+        return self._breaker.is_open or self._load_breaker.stops(self._now_ms)
 
     def store(self, job: StoreJob) -> None:
         record = job.record
@@ -314,6 +320,10 @@ class RemoteTier:
                     self._breaker.probed(ended.error, self._now_ms)
         if not ended.is_told:
             self._judge(ended.error)
+            if isinstance(ended.op, LoadOp):
+                self._judge_load(ended.op, ended.error)
+        else:
+            self._tells_nothing(ended.op)
 
     def _take_load(self, op: LoadOp, ended: Ended) -> None:
         self._loading.discard(op)
@@ -337,11 +347,23 @@ class RemoteTier:
         if self._breaker.failed(error, self._now_ms):
             self._end_what_waits(LoadOutcome.BROKEN, StoreOutcome.BROKEN)
 
+    def _judge_load(self, op: LoadOp, error: PlaceFailed | None) -> None:
+        """What a load tells of loads; where all has stopped, nothing more is to be said."""
+        if self._is_closed:
+            return
+        if op.is_probe:
+            self._load_breaker.probed(error, self._now_ms)
+        elif error is None:
+            self._load_breaker.worked()
+        elif not self._breaker.is_open and self._load_breaker.failed(error, self._now_ms):
+            self._end_waiting_loads(LoadOutcome.BROKEN)
+
     def _look_for_hung(self) -> None:
         """A call that does not come back, as that of a name's resolver: what waits behind it ends.
         Its own cells are lent until it does come back."""
         for op in self._hung.look(self._workers.running(), self._now_ms):
             self._breaker.hung(_run_ms_max(op), self._now_ms)
+            self._tells_nothing(op)
         if self._is_blocked or (self._hung.told and self._breaker.is_open):
             self._end_what_waits(LoadOutcome.BROKEN, StoreOutcome.BROKEN)
 
@@ -349,30 +371,37 @@ class RemoteTier:
     def _is_blocked(self) -> bool:
         """Whether all threads of a kind have a call that does not come back: whatever others
         show, what they are given would wait."""
-        loads = sum(isinstance(op, LoadOp) for op in self._hung.told)
-        return loads >= LOAD_THREADS or len(self._hung.told) > loads
+        hung = self._hung.told
+        hung_loads = sum(isinstance(op, LoadOp) for op in hung)
+        is_other_hung = hung_loads < len(hung)  # lookups and writes have one thread each
+        return hung_loads >= LOAD_THREADS or is_other_hung
 
     def _end_what_waits(self, loads: LoadOutcome, stores: StoreOutcome) -> None:
         """All that no thread has begun."""
-        asks, loading, handed = self._workers.take_back()
-        for ask in asks:
+        for ask in self._workers.take_back_asks():
             self._asking.discard(ask)
             self._end(Found(ask.job.number, [], may_go_on=False))
-        for load in loading:
-            self._loading.discard(load)
-            self._end_load(load.job, loads)
-        for op in handed:
-            pending = self._pending.written.pop(op)
-            pending.op = None
-            self._pending.waiting.appendleft(pending)
+        self._end_waiting_loads(loads)
+        self._take_back_handed()
         self._drop(self._pending.unwritten(), stores, stores)
+
+    def _end_waiting_loads(self, outcome: LoadOutcome) -> None:
+        for load in self._workers.take_back_loads():
+            self._tells_nothing(load)
+            self._loading.discard(load)
+            self._end_load(load.job, outcome)
+
+    def _tells_nothing(self, op: Op) -> None:
+        """It was not tried, or does not come back; if it was a probe, another one may be."""
+        if isinstance(op, LoadOp) and op.is_probe:
+            self._load_breaker.unproven()
 
     # ---- numbers and the end
 
     def statistics(self) -> TierStatistics:
         bytes_max = self.bytes_max if self._census.bytes_max is None else self._census.bytes_max
         return TierStatistics(
-            state=self._breaker.reason or self._health.state,
+            state=self._breaker.reason or self._load_breaker.reason or self._health.state,
             bytes_used=min(self._census.bytes_used, bytes_max),
             bytes_max=bytes_max,
             records=self._census.records,

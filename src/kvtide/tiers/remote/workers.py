@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from kvtide.codec.record import WRITE_ID_BYTES
 from kvtide.core.records import Record
@@ -46,9 +46,10 @@ class AskOp:
 
 @dataclass(slots=True, eq=False)
 class LoadOp:
-    """A load."""
+    """A load; one that `is_probe` is the only one until it has ended."""
 
     job: LoadJob
+    is_probe: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -84,13 +85,14 @@ class SweepOp:
     """Give back some of what clears have left."""
 
 
+AnyOp = TypeVar("AnyOp", AskOp, LoadOp, StoreOp)
 Op: TypeAlias = AskOp | LoadOp | StoreOp | ClearOp | ProbeOp | SweepOp
 
 
 @dataclass(slots=True)
 class Ended:
-    """How an operation ended: with `error`, or as it says. `is_told`: it is the error of another
-    one, too, which tells of it."""
+    """How an operation ended: with `error`, or as it says. `is_told`: it does not tell whether the
+    place works; it was not asked, or another operation has the same error and tells of it."""
 
     op: Op
     error: PlaceFailed | None = None
@@ -187,23 +189,23 @@ class Workers:
             self._probes.append(ProbeOp())
             self._for_writes.notify()
 
-    def take_back(self) -> tuple[list[AskOp], list[LoadOp], list[StoreOp]]:
-        """What no thread has begun is the caller's again."""
-        with self._lock:
-            taken = list(self._asks), list(self._loads), self._taken_stores()
-            self._asks.clear()
-            self._loads.clear()
-            return taken
+    def take_back_asks(self) -> list[AskOp]:
+        """Lookups that no thread has begun are the caller's again."""
+        return self._taken(self._asks)
+
+    def take_back_loads(self) -> list[LoadOp]:
+        """The same of loads."""
+        return self._taken(self._loads)
 
     def take_back_stores(self) -> list[StoreOp]:
-        """The same of stores alone."""
-        with self._lock:
-            return self._taken_stores()
+        """The same of stores."""
+        return self._taken(self._stores)
 
-    def _taken_stores(self) -> list[StoreOp]:
-        taken = list(self._stores)
-        self._stores.clear()
-        return taken
+    def _taken(self, queue: deque[AnyOp]) -> list[AnyOp]:
+        with self._lock:
+            taken = list(queue)
+            queue.clear()
+            return taken
 
     def next_store(self) -> StoreOp | None:
         """What the writing thread will begin next."""
@@ -220,7 +222,7 @@ class Workers:
         until = time.monotonic() + timeout_s
         with self._lock:
             self._is_stopping, self._is_dirty = True, False
-            self._for_quiet.wait_for(lambda: not self._running, timeout_s / 2)
+            self._for_quiet.wait_for(self._is_quiet, timeout_s / 2)
             self._is_ending = True
             self._for_asks.notify_all()
             self._for_loads.notify_all()
@@ -229,6 +231,10 @@ class Workers:
             session.interrupt()
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing runs, nor a clear that has waited for what ran."""
+        return not self._running and not (self._clears and self._is_clear_due)
 
     # ---- the threads
 
@@ -312,9 +318,12 @@ class Workers:
         match op:
             case AskOp(job):
                 found, may_go_on = session.find(job)
-                return Ended(op, found=found, may_go_on=may_go_on)
+                is_told = session.answers_lookups
+                return Ended(op, is_told=is_told, found=found, may_go_on=may_go_on)
             case LoadOp(job):
-                return Ended(op, outcome=session.load(job.record, job.cells))
+                outcome = session.load(job.record, job.cells)
+                is_told = session.answers_lookups and outcome is not LoadOutcome.LOADED
+                return Ended(op, outcome=outcome, is_told=is_told)
             case ProbeOp():
                 self._clear_all(session)
                 session.survey()
@@ -348,7 +357,7 @@ class Workers:
         def next_put() -> Put | None:
             op = waiting.pop() if waiting else self._next_store()
             while op is not None and op.is_doomed:
-                self._say(Ended(op, outcome=StoreOutcome.NOT_ANCHORED))
+                self._say(Ended(op, is_told=True, outcome=StoreOutcome.NOT_ANCHORED))
                 begun.pop(op.write_id, None)
                 op = self._next_store()
             if op is None:
@@ -357,7 +366,8 @@ class Workers:
             return Put(op.job.record, op.write_id, op.job.cells)
 
         def ended(put: Put, outcome: StoreOutcome) -> None:
-            self._say(Ended(begun.pop(put.write_id), outcome=outcome))
+            is_told = session.answers_lookups and outcome is not StoreOutcome.STORED
+            self._say(Ended(begun.pop(put.write_id), outcome=outcome, is_told=is_told))
 
         try:
             self._clear_all(session)

@@ -21,8 +21,8 @@ from kvtide.codec import record as codec
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.core.records import RootName
 from kvtide.errors import CorruptRecord, UnknownFormat
-from kvtide.tiers.disk.files import Files, read_fully
-from kvtide.tiers.disk.rows import Kind, kind_bytes, read_kind
+from kvtide.tiers.files import Files, read_fully
+from kvtide.tiers.kinds import Kind, kind_bytes, read_kind
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.units import KiB, MiB
 
@@ -129,7 +129,8 @@ class Piece:
 
 
 def read_on(files: Files, path: str, position: Position) -> Piece:
-    """The next rows of a journal, a bounded number of bytes.
+    """The next rows of a journal, a bounded number of bytes. One that is shorter than what was
+    read of it is another: an older one that was put back, say.
 
     Raises:
         OSError: it cannot be read.
@@ -137,14 +138,12 @@ def read_on(files: Files, path: str, position: Position) -> Piece:
     """
     descriptor = files.open(path, os.O_RDONLY)
     try:
-        opening = bytearray(OPENING_BYTES)
-        count = read_fully(files, descriptor, [memoryview(opening)], 0)
-        number, sequence = opened(opening[:count], path)
-        is_anew = number != position.number
+        number, sequence = read_opening(files, descriptor, path)
+        length_bytes = files.size(descriptor).length_bytes
+        is_anew = number != position.number or length_bytes < position.at_bytes
         at = OPENING_BYTES if is_anew else position.at_bytes
         content = bytearray(PIECE_BYTES)
         count = read_fully(files, descriptor, [memoryview(content)], at)
-        length_bytes = files.size(descriptor).length_bytes
     finally:
         files.close(descriptor)
     rows, end = _rows(memoryview(content)[:count], number, at)
@@ -152,13 +151,15 @@ def read_on(files: Files, path: str, position: Position) -> Piece:
     return Piece(rows, Position(number, end), is_anew, has_more, length_bytes, sequence)
 
 
-def opened(opening: bytearray, path: str) -> tuple[int, int]:
+def read_opening(files: Files, descriptor: int, path: str) -> tuple[int, int]:
     """What `opening_of` was given.
 
     Raises:
+        OSError: it cannot be read.
         CorruptRecord, UnknownFormat: it begins no journal that we know.
     """
-    if len(opening) < OPENING_BYTES:
+    opening = bytearray(OPENING_BYTES)
+    if read_fully(files, descriptor, [memoryview(opening)], 0) < OPENING_BYTES:
         raise CorruptRecord(f"{path} is cut short")
     magic, version, _, number, sequence = _OPENING.unpack(opening)
     if magic != MAGIC:
@@ -250,6 +251,10 @@ def encoded(rows: Sequence[Row], number: int, at: int) -> bytes:
             seal = _seal(number, at + len(content), kind, body)
             content += _HEAD.pack(kind, len(body), seal) + body
     return bytes(content)
+
+
+EVERY_NUMBER = 2**64 - 1
+"""Up to which a clear is meant while nobody knows how far a member has come."""
 
 
 class Cleared(dict[Scope, dict[bytes, int]]):

@@ -1,10 +1,10 @@
-"""Who has which folder of the directory: a member writes in a sub-directory of its own alone.
+"""Who has which folder of the directory: a member writes in a folder of its own alone.
 
     DIRECTORY/<32 hex digits>/owner       who writes there; not there: nobody does
                               journal     what is there: `journal.py`
                               xx/<key>    records, by the first two digits of their keys
 
-A sub-directory has a random name that was never anybody's, made by whoever finds none that is
+A folder has a random name that was never anybody's, made by whoever finds none that is
 free; so hosts of one name, and disk images that were copied, do not meet in one. Who starts takes
 one that is free: its owner ended in order, or is proven dead (this boot, these processes), or has
 not written to `owner` for two minutes by the server's own clock, though it would four times. So
@@ -30,8 +30,7 @@ from pathlib import Path
 
 from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.errors import ConfigError
-from kvtide.tiers.disk.directory import REFUSED
-from kvtide.tiers.disk.files import Files, FileSize, page_memory, read_fully, write_fully
+from kvtide.tiers.files import REFUSED, Files, FileSize, page_memory, read_fully, write_fully
 from kvtide.tiers.shared_dir.journal import JOURNAL, MEMBER_BYTES
 
 logger = logging.getLogger("kvtide.shared_dir")
@@ -50,7 +49,11 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 
 
 class FolderLost(OSError):
-    """The own folder is another's by now, or was removed; the directory is well."""
+    """The own folder is another's by now, or it or its journal is gone; the directory is well."""
+
+    def __init__(self, what: str) -> None:
+        """This has happened."""
+        super().__init__(f"{what}; this node takes another folder by itself")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,8 @@ class Place:
         self.own = b""
         self.is_contested = False
         """Whether who had it before may still write there, being silent only."""
+        self.is_made = False
+        """Whether nobody had it before."""
         self.direct = os.O_DIRECT
         """Flag for records: past the page cache, where the file system takes that, else 0."""
         self._incarnation = secrets.token_hex(16)
@@ -144,7 +149,7 @@ class Place:
         """
         self.files.make_directory(self.path)
         self._require_own()
-        self.is_contested = False
+        self.is_contested = self.is_made = False
         now_s = self._server_time_s()
         self._remove_probes(now_s)
         sizes = dict.fromkeys(set(self.members()).difference(but), 0)
@@ -157,6 +162,7 @@ class Place:
                     self.own = member
                     return
             self.is_contested = False
+        self.is_made = True
         while True:
             member = secrets.token_bytes(MEMBER_BYTES)
             self.files.make_directory(self.at(member))
@@ -186,13 +192,13 @@ class Place:
 
     def _server_time_s(self) -> float:
         """What the clock says by which files get their times; learns what `direct` has to be."""
-        for self.direct in (os.O_DIRECT, 0):
-            try:
-                return self._probe()
-            except OSError as error:
-                if not self.direct or error.errno not in REFUSED:
-                    raise
-        raise AssertionError("one of them has returned or raised")
+        try:
+            return self._probe()
+        except OSError as error:
+            if not self.direct or error.errno not in REFUSED:
+                raise
+        self.direct = 0
+        return self._probe()
 
     def _remove_probes(self, now_s: float) -> None:
         """Those that were left by a kill."""

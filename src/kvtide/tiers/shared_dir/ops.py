@@ -19,14 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvtide.errors import CorruptRecord, KVTideError, UnknownFormat
+from kvtide.errors import CorruptRecord, KVTideError, UnknownFormat, bare
 from kvtide.tiers.base import LoadJob, StoreJob
-from kvtide.tiers.disk.files import page_memory, write_fully
-from kvtide.tiers.disk.ops import bare
+from kvtide.tiers.files import page_memory, write_fully
 from kvtide.tiers.record_io import headers_bytes, read_proven, to_write
 from kvtide.tiers.scope import Scope
 from kvtide.tiers.shared_dir import view
 from kvtide.tiers.shared_dir.journal import (
+    EVERY_NUMBER,
     JOURNAL,
     Cleared,
     ClearedRow,
@@ -44,8 +44,12 @@ logger = logging.getLogger("kvtide.shared_dir")
 
 _GONE = (errno.ENOENT, errno.ESTALE)
 """How a file system says that somebody else has removed a file."""
-_NOT_OURS = (errno.ENOENT, errno.EACCES, errno.EPERM)
-"""Why one member's journal cannot be read though the place is well."""
+_NOT_OURS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.EINVAL)
+"""Why one member's journal cannot be read though the place is well: it is not there, not for us to
+see, or no file."""
+_LEFT_ALONE = (errno.ENOENT, errno.EBUSY, errno.EISDIR, errno.ENOTEMPTY, errno.EPERM)
+"""How a file system refuses to remove what is no file of ours: what somebody reads or has marked,
+or a directory, which some servers make in every one."""
 _SILLY = ".nfs"
 """So an NFS client calls what was removed while somebody on the machine reads it. It goes with the
 reader (until then nobody can remove it: EBUSY), but stays where the machine died before."""
@@ -57,9 +61,17 @@ The owner takes so many in within some ten milliseconds."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LookOp:
-    """Read on in all journals, from these positions."""
+    """Read on in all journals but the own one.
 
+    Attributes:
+        own: whose that is.
+        positions: where to read on, by member.
+        unread: clears that mean all of a member when the look began: see `Others`.
+    """
+
+    own: bytes
     positions: dict[bytes, Position]
+    unread: frozenset[tuple[Scope, bytes]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +102,8 @@ class FreeOp:
 @dataclass(frozen=True, slots=True, eq=False)
 class ClearOp:
     """Note that nothing of this scope is found which was stored before: up to the numbers that
-    are known of each member, or that its journal says by now. `is_done` is set when it has ended,
+    are known of each member, or that its journal says by now; all of one whose journal cannot be
+    read. `is_done` is set when it has ended,
     well or not; `up_to` says what was noted."""
 
     scope: Scope
@@ -102,14 +115,14 @@ class ClearOp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SweepOp:
-    """Remove from the own folder what the journal does not tell of."""
+    """Say that we are there, and remove from the own folder what the journal does not tell of."""
 
     keys: set[bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AliveOp:
-    """Say that we are there; and see whether the place takes writes."""
+    """Say that we are there; and see whether the place takes writes, and has our journal."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,7 +167,7 @@ class Ended:
 
 
 def claimed(place: Place) -> Journal:
-    """Take a folder whose journal is understood.
+    """Take a folder whose journal can be read and is understood.
 
     Raises:
         OSError, KVTideError: nothing can be written there.
@@ -166,7 +179,9 @@ def claimed(place: Place) -> Journal:
             return Journal(
                 place.files, place.at(place.own), place.own, is_contested=place.is_contested
             )
-        except UnknownFormat as error:
+        except (OSError, UnknownFormat) as error:
+            if place.is_made:  # it is not one file, it is the place
+                raise
             logger.warning("shared_dir %s: %s; that folder is left alone", place.path, error)
             place.free()
             others.append(place.own)
@@ -215,6 +230,7 @@ class Hands:
                 self._sweep(op)
             case AliveOp():
                 self._place.alive()
+                self._journal.check()
             case ClaimOp():
                 self._claim(op, ended)
 
@@ -226,12 +242,11 @@ class Hands:
 
     def _look(self, op: LookOp, ended: Ended) -> None:
         """One open for each member: on NFS that is what makes a look fresh."""
-        if not self._place.is_there():
-            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), self._place.path)
+        self._require_place()
         members = self._place.members()
         record_count, failed = 0, None
         for member in random.sample(members, len(members)):
-            if member == self._place.own:
+            if member == op.own:
                 continue
             if record_count >= LOOK_RECORDS:
                 ended.has_more = True
@@ -251,12 +266,22 @@ class Hands:
             except KVTideError:
                 ended.missing.append(member)  # of another version, or damaged: nothing is known
         if failed is not None and not ended.pieces:
-            raise failed  # it is not one file, it is the place
+            self._require_own(op.own)  # where that fails too it is not one file, it is the place
         ended.missing += op.positions.keys() - set(members)
+
+    def _require_place(self) -> None:
+        """Raises OSError: the directory is not there."""
+        if not self._place.is_there():
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), self._place.path)
+
+    def _require_own(self, own: bytes) -> None:
+        """Raises OSError: our own journal cannot be read, though it is there."""
+        with suppress(FileNotFoundError, KVTideError):
+            read_on(self._files, self._place.at(own, JOURNAL), Position())
 
     def _load(self, op: LoadOp, ended: Ended) -> None:
         """From the first of the members whose copy is good."""
-        corrupt = None
+        failed = corrupt = None
         for member in op.members:
             try:
                 self._load_from(self._path(member, op.job.record.key), op.job)
@@ -265,14 +290,16 @@ class Hands:
                 corrupt = bare(error)  # whose frames hold cells
             except OSError as error:
                 if error.errno not in _GONE:
-                    raise
+                    failed = bare(error)
+                    continue
             else:
                 return
             ended.bad.append(member)
+        if failed is not None:
+            raise failed
         if corrupt is not None:
             raise corrupt
-        if not self._place.is_there():
-            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), self._place.path)
+        self._require_place()
 
     def _load_from(self, path: str, job: LoadJob) -> None:
         memory = page_memory(headers_bytes(job.record))
@@ -344,43 +371,59 @@ class Hands:
         for member in self._place.members():
             if member != self._place.own:
                 position, known = op.known.get(member, (Position(), 0))
-                with suppress(FileNotFoundError, KVTideError):
-                    known = self._last_sequence(member, position, known)
-                op.up_to[member] = known
+                op.up_to[member] = self._last_sequence(member, position, known)
         self._place.require()
         self._journal.clear(ClearedRow(op.scope, dict(op.up_to)))
 
     def _last_sequence(self, member: bytes, position: Position, known: int) -> int:
-        """The number of a member's last record."""
+        """The number of a member's last record; where nobody can say, none is higher.
+
+        Raises:
+            OSError: the place is not there.
+        """
         path = self._place.at(member, JOURNAL)
         piece = None
-        while piece is None or piece.has_more:
-            piece = read_on(self._files, path, position)
-            position = piece.position
-            numbers = (row.sequence for row in piece.rows if isinstance(row, KeptRow))
-            known = max(known, piece.sequence, *numbers)
+        try:
+            while piece is None or piece.has_more:
+                piece = read_on(self._files, path, position)
+                position = piece.position
+                numbers = (row.sequence for row in piece.rows if isinstance(row, KeptRow))
+                known = max(known, piece.sequence, *numbers)
+        except FileNotFoundError:
+            self._require_place()
+        except (OSError, KVTideError) as error:
+            self._require_place()
+            logger.warning("shared_dir: %s; until it is read all of it counts as cleared", error)
+            return EVERY_NUMBER
         return known
 
     def _claim(self, op: ClaimOp, ended: Ended) -> None:
+        self._require_place()  # nothing is made where it was mounted
         try:
             journal = claimed(self._place)
-            for scope, up_to in op.cleared.items():
-                journal.clear(ClearedRow(scope, up_to))
+            own, last = self._place.own, journal.live.sequence
+            for scope, up_to in op.cleared.items():  # never what is stored there from now on
+                mine = {own: min(up_to[own], last)} if own in up_to else {}
+                journal.clear(ClearedRow(scope, up_to | mine))
         except (OSError, KVTideError) as error:
             self._place.free()  # half of it would be taken for the whole by the next probe
-            raise FolderLost(f"no other folder can be taken: {error}") from error
+            raise FolderLost(f"no other folder could be taken so far: {error}") from error
         self._journal.close()
         self._journal = ended.journal = journal
 
     def _sweep(self, op: SweepOp) -> None:
         own = self._place.own
-        self._place.require()
+        self._place.alive()
         names = self._files.names(self._place.at(own))
         left = [name for name in names if name.endswith(".tmp") or name.startswith(_SILLY)]
         for digits in filter(_FIRST_DIGITS.fullmatch, names):
-            files = self._files.names(self._place.at(own, digits))
-            left += [f"{digits}/{file}" for file in files if _key(file) not in op.keys]
-        self._remove([self._place.at(own, name) for name in left], (errno.ENOENT, errno.EBUSY))
+            try:
+                files = self._files.names(self._place.at(own, digits))
+            except NotADirectoryError:
+                left.append(digits)
+            else:
+                left += [f"{digits}/{file}" for file in files if _key(file) not in op.keys]
+        self._remove([self._place.at(own, name) for name in left], _LEFT_ALONE)
 
 
 def _weight(row: Row) -> int:

@@ -2,7 +2,9 @@
 
 A clear is this node's: the records of others stay theirs, but those that a clear means are not
 found here any more, up to the number that each member had come to. While that is being noted,
-nothing of its scope is taken in: what comes then waits for what the note says.
+nothing of its scope is taken in: what comes then waits for what the note says. Of a member whose
+journal could not be read then, the clear means all; once a look that began later has read it to
+its end, what it had come to by then.
 
 Ownership: the node's owner thread.
 """
@@ -12,9 +14,10 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvtide.codec.record import stored_bytes
-from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.kinds import Kind
 from kvtide.tiers.scope import Scope
 from kvtide.tiers.shared_dir.journal import (
+    EVERY_NUMBER,
     Cleared,
     ClearedRow,
     GoneRow,
@@ -24,8 +27,8 @@ from kvtide.tiers.shared_dir.journal import (
     Position,
     Row,
 )
-from kvtide.tiers.shared_dir.ops import Ended
-from kvtide.tiers.shared_dir.own import Live
+from kvtide.tiers.shared_dir.ops import Ended, LookOp
+from kvtide.tiers.shared_dir.own import LiveRows
 from kvtide.tiers.shared_dir.view import Gone, View
 
 if TYPE_CHECKING:
@@ -58,24 +61,29 @@ class Others:
         """Whether journals have rows that were not read yet."""
         self.is_taking = False
         """Whether there are own records that were not taken in yet."""
+        self._unread: set[tuple[Scope, bytes]] = set()
         self._own_rows: Iterator[KeptRow] = iter(())
         self._own_kinds: dict[int, Kind] = {}
         self._is_settled = False
         self._view = view
         self._members: dict[bytes, _Member] = {}
 
-    def positions(self) -> dict[bytes, Position]:
-        """Where to read on."""
-        return {member: one.position for member, one in self._members.items()}
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def look(self) -> LookOp:
+        """What reads on."""
+        positions = {member: one.position for member, one in self._members.items()}
+        return LookOp(self._view.own, positions, frozenset(self._unread))
 
     def known(self) -> dict[bytes, tuple[Position, int]]:
-        """The same, with the last number of each."""
+        """How far each member's journal was read, and the last number of each."""
         return {member: (one.position, one.sequence) for member, one in self._members.items()}
 
-    def take_own(self, live: Live) -> None:
+    def take_own(self, live: LiveRows) -> None:
         """What the own journal says when its folder is taken; `take_more` takes its records in."""
         for scope, up_to in live.cleared.items():
-            self.cleared.note(scope, up_to)
+            self._note(scope, up_to)
         self._own_kinds, self._own_rows = live.kinds, iter(live.kept.values())
         self.is_taking = True
 
@@ -112,7 +120,13 @@ class Others:
         for member, piece in ended.pieces.items():
             if member != self._view.own:  # which it may have become meanwhile
                 gone += self._take_piece(member, piece)
-        self.are_more = ended.has_more or any(one.has_more for one in ended.pieces.values())
+        assert isinstance(ended.op, LookOp), ended.op
+        for scope, member in ended.op.unread:
+            if member in ended.pieces and not ended.pieces[member].has_more:
+                self._limit(scope, member)
+        is_other = ended.op.own != self._view.own  # what the folder that was lost has is not read
+        has_more = any(one.has_more for one in ended.pieces.values())
+        self.are_more = is_other or ended.has_more or has_more
         is_partial = self.are_more or ended.is_partial or self.is_taking
         if not (is_partial or self._is_settled):
             self._is_settled = True  # what hangs on nothing now hangs on what others evicted
@@ -175,8 +189,21 @@ class Others:
     def noted(self, scope: Scope, up_to: dict[bytes, int]) -> None:
         """The end of a clear: it means what has numbers up to these, and nothing else."""
         self.clearing.remove(scope)
-        self.cleared.note(scope, up_to)
+        self._note(scope, up_to)
         for member, one in self._members.items():
             waiting, one.waiting = one.waiting, {}
             for row in waiting.values():
                 self._take_kept(member, one, row)
+
+    def _note(self, scope: Scope, up_to: dict[bytes, int]) -> None:
+        self.cleared.note(scope, up_to)
+        self._unread |= {(scope, one) for one, number in up_to.items() if number == EVERY_NUMBER}
+
+    def _limit(self, scope: Scope, member: bytes) -> None:
+        """A clear that meant all of a member means what it has come to."""
+        if member == self._view.own:
+            return
+        self._unread.discard((scope, member))
+        up_to = self.cleared.get(scope, {})
+        if up_to.get(member) == EVERY_NUMBER:
+            up_to[member] = self._members[member].sequence

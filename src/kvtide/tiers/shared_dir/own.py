@@ -5,7 +5,6 @@ than of others: whole, under another number, and put in place of the old one. A 
 to have failed may have happened, as on NFS, so what is there is looked at before it is added to.
 """
 
-import errno
 import os
 import secrets
 import threading
@@ -14,9 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from kvtide.core.records import Record
-from kvtide.errors import CorruptRecord
-from kvtide.tiers.disk.files import Files, read_fully, write_fully
-from kvtide.tiers.disk.rows import Kind
+from kvtide.errors import CorruptRecord, KVTideError
+from kvtide.tiers.files import Files, write_fully
+from kvtide.tiers.kinds import Kind
 from kvtide.tiers.shared_dir.journal import (
     JOURNAL,
     OPENING_BYTES,
@@ -28,28 +27,29 @@ from kvtide.tiers.shared_dir.journal import (
     Position,
     Row,
     encoded,
-    opened,
     opening_of,
     read_on,
+    read_opening,
 )
+from kvtide.tiers.shared_dir.members import FolderLost
 
 GARBAGE_ROWS = 4096
 """So many rows that say nothing any more are no reason to write a journal anew."""
 
 
 @dataclass(slots=True)
-class Live:
+class LiveRows:
     """What of a journal's rows still says something."""
 
     kinds: dict[int, Kind] = field(default_factory=dict)
     kept: dict[bytes, KeptRow] = field(default_factory=dict)
     cleared: Cleared = field(default_factory=Cleared)
-    rows: int = 0
+    row_count: int = 0
     sequence: int = 0
 
     def take(self, row: Row) -> None:
         """The next row."""
-        self.rows += 1
+        self.row_count += 1
         match row:
             case KindRow(number, kind):
                 self.kinds[number] = kind
@@ -91,17 +91,18 @@ class _Written:
     Attributes:
         position: where it ends.
         kinds: numbers of those that it has told of.
-        live, rows: how many of its rows still say that a record is there; how many it has.
+        row_count: how many rows it has.
+        live_count: how many of them still say that a record is there.
     """
 
     position: Position
     kinds: dict[Kind, int]
-    live: int
-    rows: int
+    row_count: int
+    live_count: int
 
 
 class Journal:
-    """The own one, which is written.
+    """What this node alone writes.
 
     Ownership: all under `_lock`; any writing thread appends.
     """
@@ -116,6 +117,7 @@ class Journal:
             OSError, CorruptRecord, UnknownFormat: it cannot be used.
         """
         self._files = files
+        self._directory = directory
         self._path = f"{directory}/{JOURNAL}"
         self._member = member
         self._lock = threading.Lock()
@@ -123,7 +125,7 @@ class Journal:
         self._written = _Written(Position(), {}, 0, 0)
         self._tried: _Written | None = None  # it may be there, though that was said to have failed
         self._unsure: list[Row] = []  # others may have read them, though their write failed
-        self._retry_rows = 0
+        self._retry_row_count = 0
         self.live = self._taken(is_contested=is_contested)
 
     @property
@@ -131,8 +133,20 @@ class Journal:
         """What it takes."""
         return self._written.position.at_bytes
 
-    def _taken(self, *, is_contested: bool = False) -> Live:
-        live, piece = Live(), None
+    def _taken(self, *, is_contested: bool) -> LiveRows:
+        live, position, is_whole = self._read()
+        is_false = live.hide(self._member)  # its readers believe rows that no other takes back
+        is_garbage = _is_mostly_garbage(live.row_count, len(live.kept))
+        if not is_whole or is_contested or is_false or is_garbage:
+            self._write_anew(live)
+        else:
+            kinds = {kind: number for number, kind in live.kinds.items()}
+            self._written = _Written(position, kinds, live.row_count, len(live.kept))
+        return live
+
+    def _read(self) -> tuple[LiveRows, Position, bool]:
+        """What is there by the journal's name; how far it is good, and whether that is all."""
+        live, piece = LiveRows(), None
         position = Position()
         while piece is None or piece.has_more:
             try:
@@ -143,30 +157,30 @@ class Journal:
             live.sequence = max(live.sequence, piece.sequence)
             for row in piece.rows:
                 live.take(row)
-        is_false = live.hide(self._member)  # its readers believe rows that no other takes back
-        is_whole = piece is not None and piece.length_bytes == position.at_bytes
-        is_garbage = _is_mostly_garbage(live.rows, len(live.kept))
-        if not is_whole or is_contested or is_false or is_garbage:
-            self._write_anew(live)
-        else:
-            kinds = {kind: number for number, kind in live.kinds.items()}
-            self._written = _Written(position, kinds, len(live.kept), live.rows)
-        return live
+        return live, position, piece is not None and piece.length_bytes == position.at_bytes
 
     def _begin(self, written: _Written) -> None:
         """Go on in a journal that was written anew."""
         self._written, self._tried, self._unsure = written, None, []
 
-    def _write_anew(self, live: Live) -> None:
+    def _write_anew(self, live: LiveRows) -> None:
         """Under another number, so that readers begin again. Raises OSError."""
         number, rows = secrets.randbits(64), live.to_write()
         content = opening_of(number, live.sequence)
         content += encoded(rows, number, OPENING_BYTES)
         kinds = {row.kind: row.number for row in rows if isinstance(row, KindRow)}
         position = Position(number, len(content))
-        self._tried = _Written(position, kinds, len(live.kept), len(rows))
+        self._tried = _Written(position, kinds, len(rows), len(live.kept))
         _put(self._files, self._path, content)
         self._begin(self._tried)
+
+    def _rewrite(self) -> None:
+        """Without the rows that say nothing any more. Raises OSError."""
+        live, position, _ = self._read()
+        if position != self._written.position:
+            raise FolderLost(f"{self._path} is not the one that was written last")
+        live.hide(self._member)
+        self._write_anew(live)
 
     def keep(self, record: Record, sequence: int) -> None:
         """A record is there. Raises OSError: nobody will find it."""
@@ -180,22 +194,32 @@ class Journal:
             rows.append(KeptRow(number, sequence, record.key, record.parent, record.digests))
             self._append(rows)
             written.kinds[kind] = number
-            written.live += 1
+            written.live_count += 1
 
     def take_away(self, keys: list[bytes]) -> None:
         """Records will not be there any more. Raises OSError."""
         with self._appending() as written:
             self._append([GoneRow(keys)])
-            written.live -= len(keys)
-            if not _is_mostly_garbage(written.rows, written.live) or (
-                written.rows < self._retry_rows
-            ):
+            written.live_count -= len(keys)
+            is_garbage = _is_mostly_garbage(written.row_count, written.live_count)
+            if not is_garbage or written.row_count < self._retry_row_count:
                 return
             self._close()
             try:
-                self._taken()
+                self._rewrite()
             except OSError:  # what was appended stands; it is tried again, but not each time
-                self._retry_rows = written.rows + GARBAGE_ROWS
+                self._retry_row_count = written.row_count + GARBAGE_ROWS
+
+    def check(self) -> None:
+        """It is still there by its name, as it was written.
+
+        Raises:
+            OSError: nobody can say.
+            FolderLost: it is not.
+        """
+        with self._appending():
+            self._close()  # what is open may have been removed, or replaced
+            self._open()
 
     def clear(self, row: ClearedRow) -> None:
         """See `ClearedRow`. Raises OSError."""
@@ -209,6 +233,8 @@ class Journal:
             try:
                 if self._descriptor < 0:
                     self._open()
+                else:
+                    self._require_all()
                 yield self._written
             except BaseException:
                 self._close()
@@ -218,17 +244,29 @@ class Journal:
         """The journal that was written last, never another one.
 
         Raises:
-            OSError, CorruptRecord, UnknownFormat: it is not there.
+            OSError: it cannot be opened.
+            FolderLost: it is not there, though its directory is.
         """
         files = self._files
-        self._descriptor = files.open(self._path, os.O_RDWR)
-        opening = bytearray(OPENING_BYTES)
-        count = read_fully(files, self._descriptor, [memoryview(opening)], 0)
-        number, _ = opened(opening[:count], self._path)
+        try:
+            self._descriptor = files.open(self._path, os.O_RDWR)
+            number, _ = read_opening(files, self._descriptor, self._path)
+        except FileNotFoundError:
+            files.link_at(self._directory)  # raises where that is not there either
+            raise FolderLost(f"{self._path} was removed") from None
+        except KVTideError as error:
+            raise FolderLost(str(error)) from error
         if self._tried is not None and number == self._tried.position.number:
             self._begin(self._tried)
         if number != self._written.position.number:
-            raise OSError(errno.ESTALE, "somebody else has written it", self._path)
+            raise FolderLost(f"{self._path} is not the one that was written last")
+        self._require_all()
+
+    def _require_all(self) -> None:
+        """Raises FolderLost: the end of it is gone; nobody would read what came behind a hole."""
+        length_bytes = self._files.size(self._descriptor).length_bytes
+        if length_bytes < self._written.position.at_bytes:
+            raise FolderLost(f"{self._path} was cut to {length_bytes} bytes")
 
     def _append(self, rows: Sequence[Row]) -> None:
         """Where a write has failed readers may be behind it or before it, so what it was to say is
@@ -242,7 +280,7 @@ class Journal:
         files.sync(self._descriptor)
         self._unsure = []
         self._written.position = Position(position.number, position.at_bytes + len(content))
-        self._written.rows += len(every)
+        self._written.row_count += len(every)
 
     def _close(self) -> None:
         if self._descriptor >= 0:
@@ -256,8 +294,8 @@ class Journal:
             self._close()
 
 
-def _is_mostly_garbage(rows: int, live: int) -> bool:
-    return rows > 2 * live + GARBAGE_ROWS
+def _is_mostly_garbage(row_count: int, live_count: int) -> bool:
+    return row_count > 2 * live_count + GARBAGE_ROWS
 
 
 def _put(files: Files, path: str, content: bytes) -> None:

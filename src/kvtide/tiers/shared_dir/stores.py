@@ -19,7 +19,7 @@ from kvtide.bounds import T_PUT_MS
 from kvtide.codec.record import stored_bytes
 from kvtide.core.records import Record
 from kvtide.tiers.base import Stored, StoreJob, StoreOutcome
-from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.kinds import Kind
 from kvtide.tiers.scope import Scope
 from kvtide.tiers.shared_dir.journal import KeptRow
 from kvtide.tiers.shared_dir.ops import Ended, FreeOp, StoreOp
@@ -132,9 +132,14 @@ class Stores:
             self._end_turn(turn, self._refusal(turn.job.record) or StoreOutcome.FAILED)
 
     @property
-    def wants_sweep(self) -> bool:
-        """Whether a store waits for that, and none is written that it would take for left."""
-        return bool(self._waiting) and not self._is_swept and not self._running
+    def are_waiting(self) -> bool:
+        """Whether there are some that were not given to the writing threads."""
+        return bool(self._waiting)
+
+    @property
+    def may_sweep(self) -> bool:
+        """Whether that has not been done, and none is written that it would take for left."""
+        return not self._is_swept and not self._running
 
     # ---- coming and ending
 
@@ -194,7 +199,7 @@ class Stores:
         """Give the writing threads what they may begin."""
         if self._is_swept:
             self._begin_turns()
-        for op in self._free_ops():
+        for op in self.free_ops():
             self._workers.write(op)
 
     def _begin_turns(self) -> None:
@@ -227,7 +232,7 @@ class Stores:
         if isinstance(above, Row):
             turn.above = above
             above.holds += 1
-        if not self._is_room_for(turn.length_bytes + rows_bytes(turn.job.record)):
+        if not self._made_room_for(turn.length_bytes + rows_bytes(turn.job.record)):
             if self._freeing or self._running:
                 if turn.above is not None:
                     turn.above.holds -= 1
@@ -262,14 +267,16 @@ class Stores:
             return
         kept = KeptRow(0, op.sequence, record.key, record.parent, record.digests)
         for row in self._view.add(self._view.own, Kind(record.root, record.layout), kept):
+            if row.parent is None:
+                continue  # it came in with this one, and went as a shorter one just now
             for shorter in self._view.shorter(row):
                 self.let_go(shorter)
         self._end_turn(turn, StoreOutcome.STORED)
 
     # ---- room
 
-    def _is_room_for(self, length_bytes: int) -> bool:
-        """Whether so much may be written now; evicts, if that helps."""
+    def _made_room_for(self, length_bytes: int) -> bool:
+        """Evict, where that helps, for so much to be written; whether it may be now."""
         over = self.used_bytes + length_bytes - self._bytes_max
         if over <= 0:
             return True
@@ -282,10 +289,9 @@ class Stores:
                 self.let_go(row)
         return False
 
-    def shrink(self) -> list[FreeOp]:
-        """Evict down to the cap, all own records being taken in; what is to be done for that."""
-        self._is_room_for(0)
-        return list(self._free_ops())
+    def shrink(self) -> None:
+        """Evict down to the cap, all own records being taken in."""
+        self._made_room_for(0)
 
     def let_go(self, row: Row) -> None:
         """Our copy of a record goes, and own ones that nobody reaches without it."""
@@ -299,7 +305,8 @@ class Stores:
             self._freeing[key] = length_bytes
             self._to_free.append(key)
 
-    def _free_ops(self) -> Iterator[FreeOp]:
+    def free_ops(self) -> Iterator[FreeOp]:
+        """What is to be done for the files that go."""
         while self._to_free:
             keys, self._to_free = self._to_free[:FREED_MAX], self._to_free[FREED_MAX:]
             yield FreeOp(keys)

@@ -32,9 +32,9 @@ from kvtide.tiers.base import (
     TierStatistics,
 )
 from kvtide.tiers.breaker import SHARED_RETRY_MS_MAX, Breaker
-from kvtide.tiers.disk.files import Files, SystemFiles
-from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.files import Files, SystemFiles
 from kvtide.tiers.hung import Hung
+from kvtide.tiers.kinds import Kind
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.tiers.shared_dir.members import ALIVE_MS, FolderLost, Place
 from kvtide.tiers.shared_dir.ops import (
@@ -52,7 +52,7 @@ from kvtide.tiers.shared_dir.ops import (
     claimed,
 )
 from kvtide.tiers.shared_dir.others import Others
-from kvtide.tiers.shared_dir.own import Journal, Live
+from kvtide.tiers.shared_dir.own import Journal, LiveRows
 from kvtide.tiers.shared_dir.stores import Stores
 from kvtide.tiers.shared_dir.view import Row, View
 from kvtide.tiers.shared_dir.workers import Workers
@@ -70,6 +70,8 @@ CLEAR_S_MAX = 0.2
 """See `Tier.clear`."""
 CLEARS_MAX = 4096
 """Scopes that are remembered; one more means all records."""
+MEMBER_MS_MAX = 20
+"""What a look may take for each member: some three answers of a server that is not near."""
 
 
 class SharedDirTier:
@@ -113,9 +115,9 @@ class SharedDirTier:
         self._asking: list[LookupJob] = []
         self._look: LookOp | None = None
         self._looked_ms = self._alive_ms = 0
-        self._probe: AliveOp | ClaimOp | None = None
+        self._probe: AliveOp | ClaimOp | SweepOp | None = None
         self._alive: AliveOp | None = None
-        self._hung: Hung[Op] = Hung(lambda _: T_LOAD_MS)
+        self._hung: Hung[Op] = Hung(_run_ms_max)
         self._clears: list[ClearOp] = []
         try:
             journal = claimed(self._place)
@@ -136,19 +138,20 @@ class SharedDirTier:
         while self._others.is_taking and time.monotonic() < until_s:
             self._stores.free(self._others.take_more())
         while True:
-            ended = self._hands.run(LookOp(self._others.positions()))
+            ended = self._hands.run(self._others.look())
             if ended.error is not None:
                 break
             self._stores.free(self._others.take(ended))
             if not self._others.are_more or time.monotonic() > until_s:
                 break
         if not self._others.is_taking:
-            for op in self._stores.shrink():  # the cap was lowered
+            self._stores.shrink()  # the cap was lowered
+            for op in self._stores.free_ops():
                 if time.monotonic() < until_s:
                     self._stores.take_free(op, self._hands.run(op))
                 else:
                     self._workers.write(op)
-            self._sweep()
+            self._workers.write(self._sweep_op())
         self._stores.journal_bytes = self._hands.journal_bytes
         self._workers.start()
         self._wake()  # for what is not taken in yet
@@ -156,7 +159,7 @@ class SharedDirTier:
             "shared_dir %s: %d records in %d folders; ours is %s",
             self.path,
             len(self._view),
-            1 + len(self._others.positions()),
+            1 + len(self._others),
             self._place.own.hex()[:8],
         )
 
@@ -164,14 +167,13 @@ class SharedDirTier:
         """Know what the folder has that was taken."""
         self._stores.take_own(journal)
         self._others.take_own(journal.live)
-        journal.live = Live()
+        journal.live = LiveRows()
 
     def _take_more(self) -> None:
         """The next own records; once they are all known there may be some to evict."""
         self._stores.free(self._others.take_more())
         if not self._others.is_taking:
-            for op in self._stores.shrink():
-                self._workers.write(op)
+            self._stores.shrink()
         self._wake()
 
     # ---- lookups
@@ -182,7 +184,7 @@ class SharedDirTier:
             return
         found, is_all = self._found(job)
         is_fresh = self._now_ms - self._looked_ms < FRESH_MS or self._others.are_more
-        if is_all or is_fresh:
+        if is_all or is_fresh or self._is_look_late:
             self._end(found)
             return
         self._asking.append(job)
@@ -199,20 +201,30 @@ class SharedDirTier:
     def _look_around(self) -> None:
         if self._look is None:
             self._looked_ms = self._now_ms
-            self._look = LookOp(self._others.positions())
+            self._look = self._others.look()
             self._workers.read(self._look)
 
-    def _take_look(self, ended: Ended) -> None:
+    @property
+    def _is_look_late(self) -> bool:
+        """Whether there is one that nobody waits for any more."""
+        return self._look is not None and self._now_ms - self._looked_ms >= T_LOAD_MS
+
+    def _take_look(self, op: LookOp, ended: Ended) -> None:
         self._look = None
         if ended.error is None:
             self._stores.free(self._others.take(ended))
         self._judge_read(ended.error)  # which has answered, if that broke it
+        if ended.error is not None or op.own == self._view.own:  # else the next one says more
+            self._answer()
+        if ended.error is None and self._others.are_more and not self._is_closed:
+            self._look_around()
+
+    def _answer(self) -> None:
+        """Whoever waits is told what is known."""
         asking, self._asking = self._asking, []
         for job in asking:
             found, _ = self._found(job)
             self._end(found)
-        if self._others.are_more and not self._is_closed:
-            self._look_around()
 
     # ---- loads
 
@@ -276,6 +288,9 @@ class SharedDirTier:
         if len(self._others.cleared) + len(self._clears) >= CLEARS_MAX:
             logger.warning("shared_dir %s: %d clears; all is cleared", self.path, CLEARS_MAX)
             scope = EVERYTHING
+        if scope == EVERYTHING:  # which means what is still to be noted too
+            self._clears.clear()
+            self._others.clearing.clear()
         count, own = self._view.clear(scope)
         self._stores.clear(scope, own)
         if not self._is_closed:
@@ -289,7 +304,7 @@ class SharedDirTier:
 
     def _take_clear(self, op: ClearOp, ended: Ended) -> None:
         self._judge_write(ended.error)
-        if op not in self._clears:  # it was tried twice
+        if op not in self._clears:  # it was tried twice, or another one means all that it does
             return
         if ended.error is None:
             self._clears.remove(op)
@@ -317,8 +332,8 @@ class SharedDirTier:
         self._hung.ended(ended.op)
         self._stores.journal_bytes = self._hands.journal_bytes
         match ended.op:
-            case LookOp():
-                self._take_look(ended)
+            case LookOp() as op:
+                self._take_look(op, ended)
             case LoadOp() as op:
                 self._take_load(op, ended)
             case StoreOp() as op:
@@ -332,14 +347,17 @@ class SharedDirTier:
             case SweepOp():
                 self._is_sweeping = False
                 self._stores.take_sweep(ended)
-                self._judge_write(ended.error)
-            case AliveOp() | ClaimOp() as op if op is self._probe:
                 self._take_probe(ended)
             case AliveOp() | ClaimOp():
-                self._alive = None
-                self._judge_write(ended.error)
+                self._take_probe(ended)
 
     def _take_probe(self, ended: Ended) -> None:
+        """The end of what may have been sent as a probe, or by itself."""
+        if ended.op is self._alive:
+            self._alive = None
+        if ended.op is not self._probe:
+            self._judge_write(ended.error)
+            return
         self._probe = None
         self._is_lost = isinstance(ended.error, FolderLost)
         self._writes.probed(ended.error, self._now_ms)
@@ -361,13 +379,18 @@ class SharedDirTier:
     def _pump(self) -> None:
         if self._writes.is_open or self._is_closed:
             return
-        if self._stores.wants_sweep and not (self._is_sweeping or self._others.is_taking):
-            self._sweep()
+        if self._stores.are_waiting and self._may_sweep:
+            self._workers.write(self._sweep_op())
         self._stores.write_on()
 
-    def _sweep(self) -> None:
+    @property
+    def _may_sweep(self) -> bool:
+        """Whether there is something to sweep, and all that is not is known."""
+        return self._stores.may_sweep and not (self._is_sweeping or self._others.is_taking)
+
+    def _sweep_op(self) -> SweepOp:
         self._is_sweeping = True
-        self._workers.write(SweepOp(set(self._view.keys_of(self._view.own))))
+        return SweepOp(set(self._view.keys_of(self._view.own)))
 
     def tick(self, now_ms: int) -> None:
         self._now_ms = max(self._now_ms, now_ms)
@@ -375,19 +398,26 @@ class SharedDirTier:
         if self._is_closed:
             return
         if self._writes.wants_probe(self._now_ms):
-            is_claim = self._is_lost and not self._workers.are_writing
-            self._probe = ClaimOp(self._others.cleared) if is_claim else AliveOp()
+            self._probe = self._next_probe()
             self._workers.write(self._probe)
         elif not self._writes.is_open and self._now_ms - self._alive_ms >= ALIVE_MS:
             self._say_alive()
         self._stores.retry()
         hung = self._hung.look(self._workers.running_reads(), self._now_ms)
-        if hung and self._reads.hung(T_LOAD_MS, self._now_ms):
+        if hung and self._reads.hung(max(map(_run_ms_max, hung)), self._now_ms):
             self._break_reads()
+        if self._is_look_late:
+            self._answer()
         is_due = not self._reads.is_open and self._now_ms - self._looked_ms >= LOOK_MS
         if self._reads.wants_probe(self._now_ms) or is_due:
             self._look_around()
         self._pump()
+
+    def _next_probe(self) -> AliveOp | ClaimOp | SweepOp:
+        """What stores need next: where that fails it would not help that less works."""
+        if self._is_lost and not self._workers.are_writing:
+            return ClaimOp(self._others.cleared)
+        return self._sweep_op() if self._may_sweep else AliveOp()
 
     def _say_alive(self) -> None:
         if self._alive is None:
@@ -460,3 +490,8 @@ class SharedDirTier:
         """Assert that what is known agrees; looks at each record."""
         self._view.check_integrity()
         self._stores.check_integrity()
+
+
+def _run_ms_max(op: Op) -> int:
+    """How long it runs before it hangs."""
+    return T_LOAD_MS + (MEMBER_MS_MAX * len(op.positions) if isinstance(op, LookOp) else 0)

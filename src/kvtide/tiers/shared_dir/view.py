@@ -26,9 +26,8 @@ from typing import TypeAlias
 from kvtide.codec.record import stored_bytes
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.core.records import Record
-from kvtide.tiers.disk.catalog import shared_blocks
-from kvtide.tiers.disk.firsts import Firsts
-from kvtide.tiers.disk.rows import Kind
+from kvtide.tiers.firsts import Firsts, shared_blocks
+from kvtide.tiers.kinds import Kind
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.tiers.shared_dir.journal import KeptRow
 

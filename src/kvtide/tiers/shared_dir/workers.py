@@ -17,8 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvtide.errors import ConfigError
-from kvtide.tiers.disk.ops import bare
+from kvtide.errors import ConfigError, bare
 from kvtide.tiers.shared_dir.ops import (
     ClearOp,
     Ended,

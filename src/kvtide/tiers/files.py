@@ -1,4 +1,4 @@
-"""All that the disk tier asks of a file system: one thin layer, so that tests can be the fault.
+"""All that tiers ask of a file system: one thin layer, so that tests can be the fault.
 
 `Files` is the protocol, `SystemFiles` the real one. Every method may block, lets other threads
 run meanwhile, may be called from any thread, and raises OSError as the kernel does. Paths are
@@ -22,6 +22,8 @@ FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 PARTS_MAX = 1024
 """IOV_MAX of Linux: so many pieces of memory fit one read or write."""
+REFUSED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""How a file system says that it has no such call."""
 
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe is refused, not waited for
 _FALLOC_KEEP_SIZE = 0x01
@@ -69,7 +71,7 @@ class FreeSpace:
 
 
 class Files(Protocol):
-    """The calls of a file system that the disk tier makes."""
+    """The calls of a file system that tiers make."""
 
     def open(self, path: str, flags: int) -> int:
         """A descriptor of a regular file; close-on-exec, mode 0600 where it is made (flags are of
@@ -182,7 +184,11 @@ class SystemFiles:
     def make_directory(self, directory: str) -> None:
         if not os.path.isdir(directory):
             os.makedirs(os.path.dirname(directory), exist_ok=True)
-            os.mkdir(directory, DIRECTORY_MODE)
+            try:
+                os.mkdir(directory, DIRECTORY_MODE)
+            except FileExistsError:
+                if not os.path.isdir(directory):  # else somebody else has made it meanwhile
+                    raise
 
     def sync_directory(self, directory: str) -> None:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

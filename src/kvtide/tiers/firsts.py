@@ -12,8 +12,10 @@ from array import array
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from kvtide.tiers.disk.columns import FIRST_BYTES
+from kvtide.core.keys import INNER_DIGEST_BYTES
 
+FIRST_BYTES = 8
+"""Of a digest: enough to tell most apart."""
 CANDIDATES_MAX = 128
 """Records with one first block that a partial match looks at, latest first: bounds a lookup."""
 
@@ -79,3 +81,16 @@ class Firsts(Generic[Row]):
 def first_of(digests: bytes) -> int:
     """The first eight bytes as a number."""
     return int.from_bytes(digests[:FIRST_BYTES], "little")
+
+
+def shared_blocks(mine: bytes, theirs: bytes) -> int:
+    """Blocks that two runs of digests begin with alike."""
+    if mine.startswith(theirs):
+        return len(theirs) // INNER_DIGEST_BYTES
+    count = 0
+    for start in range(0, min(len(mine), len(theirs)), INNER_DIGEST_BYTES):
+        end = start + INNER_DIGEST_BYTES
+        if mine[start:end] != theirs[start:end]:
+            break
+        count += 1
+    return count

@@ -1,0 +1,1 @@
+"""Records in a bucket of an object store that speaks S3."""
