@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 
 from kvtide.testing import mooncake_servers
-from kvtide.testing.mooncake_servers import OWNED_BYTES_MIN, Store
+from kvtide.testing.mooncake_servers import OWNED_BYTES_MIN, Store, clients_of
 from kvtide.testing.tier_records import BLOCKS_PER_CHUNK, chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
-from kvtide.tiers.mooncake.client import PROGRAM
 from kvtide.tiers.mooncake.names import names_of
 from kvtide.units import KiB
 from tests.tiers.mooncake_place import PREFIX, WAIT_S, driven
@@ -55,16 +54,8 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def clients_here() -> list[int]:
-    """Processes of this one that are clients of a store, and run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with suppress(OSError):
-                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-                command = (entry / "cmdline").read_bytes()
-                if int(parent) == os.getpid() and PROGRAM.encode() in command:
-                    found.append(int(entry.name))
-    return found
+    """Of this process."""
+    return clients_of(os.getpid())
 
 
 def wait_for_end(pid: int) -> None:

@@ -11,13 +11,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtide.mooncake_address import Address
 from kvtide.testing.redis_servers import free_port
-from kvtide.tiers.mooncake.client import Client, Place
+from kvtide.tiers.mooncake.client import PROGRAM, Client, Place
 from kvtide.tiers.mooncake.master import Master, Numbers
 from kvtide.units import MiB
 
@@ -188,3 +188,15 @@ def running(directory: Path, owned_bytes: int = 0) -> Iterator[Store]:
         yield one
     finally:
         one.kill()
+
+
+def clients_of(pid: int) -> list[int]:
+    """Processes that a process has started as clients of a store, and that run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):  # it has ended meanwhile
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                if int(parent) == pid and PROGRAM.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+    return found
