@@ -9,7 +9,7 @@ help:
 	@echo 'make demo    show a prefix computed by one engine and used by another'
 	@echo 'make check   format, lint, types, tidy and quick tests'
 	@echo 'make test    check, then the long tests and those with a real vLLM (longest: scripts/soak)'
-	@echo 'make bench   the benchmark'
+	@echo 'make bench   the benchmark, less than an hour (of tiers: python -m benchmarks tiers)'
 	@echo 'make clean   remove .venv and all caches'
 
 setup:

@@ -3,6 +3,9 @@
 Each user has a history of random words; in every round it asks something new and gets an answer,
 both of which become history. By the time a user comes again, the others have pushed it out of the
 engine's own cache. All arms live at once and take turns round by round, the others idle.
+
+The noise floor is an arm against itself: of one round, users of odd number against those of even
+number, whose chats are as long and whose places in the round are drawn at random.
 """
 
 import random
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 from benchmarks.arms import Arm, serve
 from benchmarks.prompts import Prompts
 from benchmarks.report import Section
-from benchmarks.stats import rotated, spread
+from benchmarks.stats import ratios, rotated, spread
 from kvtide.testing.completions import Completion
 from kvtide.testing.serving import ServedEngine
 
@@ -102,8 +105,7 @@ def _round(
     size: Size, engine: ServedEngine, chat: Chat, number: int, questions: list[list[int]]
 ) -> None:
     """Every user asks once, in an order that differs from round to round but not between arms."""
-    order = list(range(size.users))
-    random.Random(number).shuffle(order)
+    order = _order(size.users, number)
 
     def ask(user: int) -> Completion:
         chat.histories[user] += questions[user]
@@ -126,6 +128,13 @@ def _round(
         )
 
 
+def _order(users: int, round_number: int) -> list[int]:
+    """Who asks first, second, …"""
+    order = list(range(users))
+    random.Random(round_number).shuffle(order)
+    return order
+
+
 def _section(size: Size, chats: Mapping[Arm, Chat]) -> Section:
     times = size.tokens_at_end / size.engine_tokens
     section = Section(
@@ -134,8 +143,13 @@ def _section(size: Size, chats: Mapping[Arm, Chat]) -> Section:
         f"{size.history_tokens} tokens, questions of {size.question_tokens}, answers of "
         f"{size.answer_tokens}. The chats come to {size.tokens_at_end} tokens, {times:.1f} times "
         "the engine's own cache. From the second round on: TTFT in ms, median and middle half; "
-        "tokens that were not computed again; seconds for a round of all users.",
-        header=("arm", "TTFT", "90th percentile", "tokens hit", "round", "TTFT against no cache"),
+        "tokens that were not computed again; seconds for a round of all users. Noise: TTFT of "
+        "users of odd number against those of even number in the same round, the median ratio "
+        "with its 95 % interval: an arm against itself.",
+        header=(
+            *("arm", "TTFT", "90th percentile", "tokens hit", "round", "TTFT against no cache"),
+            "noise",
+        ),
     )
     later = {
         arm: [answer for answer in chat.answers if answer.round_number > 0]
@@ -154,11 +168,25 @@ def _section(size: Size, chats: Mapping[Arm, Chat]) -> Section:
                 f"{share:.1%}",
                 f"{statistics.median(chats[arm].took_s[1:]):.1f}",
                 f"{gain:.1f} times faster" if base else "",
+                _noise(size.users, answers),
             )
         )
     section.data["answers"] = {arm.value: chat.answers for arm, chat in chats.items()}
     section.data["round_s"] = {arm.value: chat.took_s for arm, chat in chats.items()}
     return section
+
+
+def _noise(users: int, answers: Sequence[Answer]) -> str:
+    """Neighbours by number, in each round; answers stand in the order in which users asked."""
+    ttfts_ms: dict[tuple[int, int], float] = {}
+    for number in {answer.round_number for answer in answers}:
+        of_round = [answer.ttft_ms for answer in answers if answer.round_number == number]
+        for user, ttft_ms in zip(_order(users, number), of_round, strict=True):
+            ttfts_ms[number, user] = ttft_ms
+    keys = sorted(ttfts_ms)
+    return ratios(
+        [ttfts_ms[key] for key in keys[1::2]], [ttfts_ms[key] for key in keys[::2]]
+    ).percent()
 
 
 def _median_ttft_ms(answers: Sequence[Answer]) -> float:

@@ -1,12 +1,17 @@
 """Directories of a disk tier with many records, made quickly, and a tier that is driven.
 
 Indexes are real, written by the tier's own functions, of chains that go on from segment to
-segment. Segments are as long as they would be but empty, all but the last one: a start does not
+segment. Segments are as long as they would be but empty, all but the first one: a start does not
 read them. That one holds a chain that can be loaded.
+
+One that was killed at its cap has a log beside each index, which says that the ends of all chains
+are gone, as many as may be gone before an index is written anew; and of its last segment, which
+was being written, the log alone.
 """
 
 import hashlib
 import os
+import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +23,9 @@ from kvtide.core.layout import KVLayout
 from kvtide.core.records import Record, RootName
 from kvtide.tiers.base import Found, Loaded, LoadJob, LoadOutcome, LookupJob, StoreJob
 from kvtide.tiers.disk import columns, sealing
-from kvtide.tiers.disk.directory import SEGMENT, Directory
+from kvtide.tiers.disk import rows as logs
+from kvtide.tiers.disk.directory import INDEX, ROWS, SEGMENT, Directory
+from kvtide.tiers.disk.room import REWRITE_RATIO
 from kvtide.tiers.disk.rows import Kept
 from kvtide.tiers.disk.space import SEGMENT_BYTES_MAX
 from kvtide.tiers.disk.tier import DiskTier
@@ -28,6 +35,7 @@ from kvtide.units import MiB
 
 BLOCKS, TAIL_BLOCKS = 16, 5
 CHAIN_RECORDS = 32
+GONE_OF_CHAIN = int(CHAIN_RECORDS * REWRITE_RATIO)
 CAP_BYTES = 1 << 50
 WAIT_S_MAX = 60.0
 
@@ -41,11 +49,12 @@ class Shape:
 
     chains: int
     record_bytes: int
+    is_killed: bool = False
 
     @property
     def records(self) -> int:
-        """Of all chains."""
-        return self.chains * CHAIN_RECORDS
+        """Of all chains, as far as they are there."""
+        return self.chains * (CHAIN_RECORDS - (GONE_OF_CHAIN if self.is_killed else 0))
 
     @property
     def layout(self) -> KVLayout:
@@ -58,7 +67,8 @@ class Shape:
         return SEGMENT_BYTES_MAX // stored_bytes(self.layout, BLOCKS)
 
     def __str__(self) -> str:
-        return f"{self.records:,} of {self.record_bytes // MiB} MiB"
+        killed = ", killed" if self.is_killed else ""
+        return f"{self.records:,} of {self.record_bytes // MiB} MiB{killed}"
 
 
 def keys_from(seed: bytes, count: int) -> list[bytes]:
@@ -82,27 +92,38 @@ def digests_of(key: bytes, is_tail: bool) -> bytes:
 
 
 def fill(path: Path, shape: Shape) -> None:
-    """Make a directory of this shape, as a node leaves it whose segments are all sealed."""
-    files = SystemFiles()
-    place = Directory(str(path), files, sync="none")
-    place.take()
-    length = stored_bytes(shape.layout, BLOCKS)
-    kinds = {0: Kind(ROOT, shape.layout)}
-    kept: list[Kept] = []
-    number = 1
-    for chain in range(shape.chains):
-        for record in chain_from(chain_keys(chain), shape.layout):
-            offset = len(kept) * length
-            kept.append(Kept(offset, 0, record.key, record.parent, record.digests))
-            if len(kept) == shape.in_segment:
-                _seal(place, number, kinds, kept, shape)
-                number += 1
-    if kept:
-        _seal(place, number, kinds, kept, shape)
-    place.free()
+    """Make a directory of this shape, as a node leaves it whose segments are all sealed, or as a
+    kill leaves it."""
     tier = Driven(path)
     tier.store(first_chain(shape.layout))
     tier.close()
+    place = Directory(str(path), SystemFiles(), sync="none")
+    place.take()
+    length = stored_bytes(shape.layout, BLOCKS)
+    kept: list[Kept] = []
+    gone: list[list[int]] = []
+    number = 2
+    for chain in range(shape.chains):
+        for depth, record in enumerate(chain_from(chain_keys(chain), shape.layout)):
+            offset = len(kept) * length
+            kept.append(Kept(offset, 0, record.key, record.parent, record.digests))
+            if shape.is_killed and depth >= CHAIN_RECORDS - GONE_OF_CHAIN:
+                if depth == CHAIN_RECORDS - GONE_OF_CHAIN or not gone:
+                    gone.append([])
+                gone[-1].append(offset)
+            if len(kept) == shape.in_segment:
+                _write(place, number, kept, gone, shape)
+                number += 1
+    if kept:
+        _write(place, number, kept, gone, shape, is_sealed=not shape.is_killed)
+    place.free()
+
+
+def be_killed(path: Path) -> None:
+    """As `fill` left it, before each start: the one before has sealed the last segment."""
+    for log in path.parent.glob(f"*.{ROWS}"):
+        (path / log.with_suffix(f".{INDEX}").name).unlink(missing_ok=True)
+        shutil.copyfile(log, path / log.name)
 
 
 def chain_keys(number: int) -> list[bytes]:
@@ -115,15 +136,34 @@ def first_chain(layout: KVLayout) -> list[Record]:
     return chain_from(keys_from(b"first", 2), layout)
 
 
-def _seal(
-    place: Directory, number: int, kinds: dict[int, Kind], kept: list[Kept], shape: Shape
+def _write(
+    place: Directory,
+    number: int,
+    kept: list[Kept],
+    gone: list[list[int]],
+    shape: Shape,
+    *,
+    is_sealed: bool = True,
 ) -> None:
-    flags = os.O_RDWR | os.O_CREAT
-    descriptor = place.files.open(place.at(number, SEGMENT), flags)
-    place.files.truncate(descriptor, len(kept) * stored_bytes(shape.layout, BLOCKS))
-    place.files.close(descriptor)
-    sealing.write_index(place, number, columns.from_rows(kinds, kept))
+    """The files of a segment; `gone` has the offsets that each removal took."""
+    path, kind = place.at(number, SEGMENT), Kind(ROOT, shape.layout)
+    Path(path).touch(0o600)
+    os.truncate(path, len(kept) * stored_bytes(shape.layout, BLOCKS))
+    log = bytearray(logs.opening(number))
+    if is_sealed:
+        sealing.write_index(place, number, columns.from_rows({0: kind}, kept))
+    else:
+        log += logs.kind_row(number, len(log), 0, kind)
+        for one in kept:
+            log += logs.kept_row(number, len(log), one)
+    for offsets in gone:
+        log += logs.gone_row(number, len(log), offsets)
+    if gone:
+        Path(place.at(number, ROWS)).write_bytes(log)
+    if not is_sealed:
+        (Path(place.path).parent / Path(place.at(number, ROWS)).name).write_bytes(log)
     kept.clear()
+    gone.clear()
 
 
 class Driven:

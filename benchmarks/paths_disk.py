@@ -1,4 +1,4 @@
-"""The disk tier against a plain loop: bandwidth both ways, what checksums and syncs cost.
+"""The disk tier against a plain loop: bandwidth, latency, what checksums and syncs cost.
 
 The plain loop writes and reads the same sizes with O_DIRECT, by as many threads as the tier uses,
 to a file beside the tier's. At a cap as much is given back as is written: there the plain loop has
@@ -52,6 +52,7 @@ ROOMY = 16 * GiB
 """A cap that is not reached: the comparison with a loop that only appends."""
 FULL = GiB
 """A cap that is reached before the first round that counts: all that is stored is evicted for."""
+LATENCIES, LATENCIES_QUICK = 300, 20
 SIZES = (MiB, 4 * MiB, 32 * MiB)
 
 
@@ -118,6 +119,17 @@ class Plain:
                 os.preadv(self._fd, [headers[share], self._of(number)], offset)
 
         _by_threads(LOAD_THREADS, read)
+
+    def store_one(self) -> None:
+        """Append a piece."""
+        self._end += self._piece_bytes
+        offset = self._end - self._piece_bytes
+        os.pwritev(self._fd, [self._header, self._of(0)], offset)
+
+    def load_one(self) -> None:
+        """Read the last piece."""
+        offset = self._end - self._piece_bytes
+        os.preadv(self._fd, [self._header, self._of(0)], offset)
 
     def punch(self) -> None:
         """Give the space of all pieces back, one by one."""
@@ -201,9 +213,24 @@ class Tier:
 
     def store(self) -> None:
         """One chain: a round's records."""
+        self._store(self._count)
+
+    def load(self) -> None:
+        """The records of the last round."""
+        self._load()
+
+    def store_one(self) -> None:
+        """One record, and nothing else on its way."""
+        self._store(1)
+
+    def load_one(self) -> None:
+        """That one."""
+        self._load()
+
+    def _store(self, count: int) -> None:
         parent = self._root.key
         self._records = []
-        for number in range(self._count):
+        for number in range(count):
             key = os.urandom(32)
             digests = os.urandom(16 * (BLOCKS - 1)) + key[:16]
             record = Record(self._root, parent, key, digests, self._layout)
@@ -215,8 +242,7 @@ class Tier:
             assert isinstance(done, Stored), done
             assert done.outcome is StoreOutcome.STORED, done
 
-    def load(self) -> None:
-        """The records of the last round."""
+    def _load(self) -> None:
         for number, record in enumerate(self._records):
             self._number += 1
             self.tier.load(LoadJob(self._number, record, [self._of(number)]))
@@ -225,7 +251,7 @@ class Tier:
             assert done.outcome is LoadOutcome.LOADED, done
 
     def _ends(self) -> Iterator[object]:
-        left = self._count
+        left = len(self._records)
         while left:
             assert self._woken.wait(60), "the tier does not answer"
             self._woken.clear()
@@ -336,6 +362,39 @@ def checksums(below: Path | None, rounds: int) -> bool:
     return ratio <= CHECKSUM_RATIO_MAX
 
 
+def latency(below: Path | None, count: int) -> None:
+    """One store and one load at a time, beside the same call of a plain loop."""
+    memory = memoryview(mmap.mmap(-1, max(SIZES)))
+    memory[:] = os.urandom(MiB) * (max(SIZES) // MiB)
+    print(f"\none at a time, milliseconds, of {count} each")
+    print(f"{'record':>8} {'':6} {'tier p50':>9} {'p99':>7} {'plain p50':>10} {'p99':>7}")
+    for piece_bytes in SIZES:
+        with directory(below) as path:
+            arms = {
+                "tier": Tier(path / "tier", piece_bytes, memory, "none"),
+                "plain": Plain(path / "plain", piece_bytes, memory),
+            }
+            taken = {(name, what): Taken() for what in ("store", "load") for name in arms}
+            for number in range(count + 1):
+                for name, arm in list(arms.items())[:: 1 if number % 2 else -1]:
+                    for what, call in (("store", arm.store_one), ("load", arm.load_one)):
+                        timed(taken[name, what] if number else Taken(), call)
+            for what in ("store", "load"):
+                tier, plain = (_percentiles_ms(taken[name, what]) for name in arms)
+                print(
+                    f"{piece_bytes // MiB:>4} MiB {what:<6} {tier[0]:>9.2f} {tier[1]:>7.2f}"
+                    f" {plain[0]:>10.2f} {plain[1]:>7.2f}",
+                    flush=True,
+                )
+            for arm in arms.values():
+                arm.close()
+
+
+def _percentiles_ms(taken: Taken) -> tuple[float, float]:
+    parts = statistics.quantiles(taken.wall_s, n=100, method="inclusive")
+    return 1e3 * parts[49], 1e3 * parts[98]
+
+
 def _prove(memory: memoryview) -> None:
     for start in range(0, ROUND_BYTES, 2 * MiB):
         xxhash.xxh3_64_intdigest(memory[start : start + 2 * MiB])
@@ -371,6 +430,7 @@ def main(argv: Sequence[str]) -> int:
     with as_in_the_node():
         is_kept = bandwidth(below, rounds)
         is_kept &= checksums(below, rounds)
+        latency(below, LATENCIES_QUICK if options.quick else LATENCIES)
         syncs(below, rounds)
     return 0 if is_kept else 1
 

@@ -3,6 +3,7 @@
 A start is a process of its own, from the making of the tier to the end of the load of a chain's
 last record, its tail, which the first lookup found: every byte of it is proven by then.
 Directories are those of `disk_made`: chains of 32 records of 16 blocks, in segments of 1 GiB.
+Killed: as a node leaves them that was killed at its cap.
 Cold: nothing of them is in the page cache. `all rows`: when nothing of the start goes on any more;
 memory is what the process has grown by then.
 
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from benchmarks.disk_made import (
     ROOT,
     Driven,
     Shape,
+    be_killed,
     chain_from,
     chain_keys,
     digests_of,
@@ -80,6 +82,8 @@ class Start:
 def start(path: Path, shape: Shape, *, is_cold: bool) -> Start:
     """Start, and hit."""
     _be_as_the_node()
+    if shape.is_killed:
+        be_killed(path)
     if is_cold:
         drop_cached(path)
     chain = first_chain(shape.layout)
@@ -275,7 +279,7 @@ def measure_starts(below: Path | None, shapes: Sequence[Shape], count: int) -> b
     how = "" if os.access(DROP_CACHES, os.W_OK) else ", but for inodes (this user is not root)"
     print(f"starts, seconds of the median of {count}; cold: nothing is cached{how}")
     print(
-        f"{'records':>18}{'segments':>9}{'index':>8}{'memory':>8}"
+        f"{'records':>26}{'segments':>9}{'index':>8}{'memory':>8}"
         f"{'cold: open':>12}{'hit':>7}{'warm: open':>12}{'hit':>7}{'all rows':>10}  budget"
     )
     is_kept = True
@@ -299,7 +303,7 @@ def _measure_shape(path: Path, shape: Shape, count: int) -> bool:
     hit_s = statistics.median(one.hit_s for one in cold)
     is_met = hit_s <= HIT_S_MAX
     print(
-        f"{shape!s:>18}{segments:>9,}{index_bytes / shape.records:>6.0f} B"
+        f"{shape!s:>26}{segments:>9,}{index_bytes / shape.records:>6.0f} B"
         f"{memory_bytes / shape.records:>6.0f} B"
         f"{statistics.median(one.opened_s for one in cold):>12.3f}{hit_s:>7.3f}"
         f"{statistics.median(one.opened_s for one in warm):>12.3f}"
@@ -370,6 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes = [Shape(320, MiB), Shape(3_200, MiB)]
     if not options.quick:
         shapes += [Shape(32_000, MiB), Shape(32_000, 4 * MiB)]
+    shapes += [replace(shape, is_killed=True) for shape in shapes[1:]]
     print(f"Python {sys.version.split()[0]}; load average {os.getloadavg()[0]:.2f}")
     below = options.directory
     is_kept = measure_starts(below, shapes, STARTS_QUICK if options.quick else STARTS)

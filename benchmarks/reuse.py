@@ -3,7 +3,8 @@
 All arms live at once and take turns; before each turn the others are seen to use no CPU. A turn of
 an arm with a cache from outside is: own hit, reset, external hit, own hit, reset, external hit.
 What a hit *adds* is the external hit's TTFT minus that of the own hit just before it, in the same
-engine. The first pairs of an arm and length warm up (first use of memory and code): left out.
+engine. The noise floor is an arm against itself: the second own hit of a turn minus the first. The
+first pairs of an arm and length warm up (first use of memory and code): left out.
 """
 
 import time
@@ -64,6 +65,10 @@ class Taken:
     def added(self) -> Comparison:
         """What an external hit adds to the own one."""
         return differences(self.external_ms, self.own_ms)
+
+    def noise(self) -> Comparison:
+        """What the second own hit of a turn adds to the first."""
+        return differences(self.own_ms[1::2], self.own_ms[::2])
 
 
 Table = dict[int, dict[Arm, Taken]]
@@ -147,10 +152,11 @@ def _section(size: Size, table: Table, copies_ms: Mapping[int, Mapping[int, floa
         title="Reuse after a reset",
         text=f"TTFT in ms, median and middle half; prompts of random words. Own hit: from the "
         f"engine's own cache. External hit: after `reset_prefix_cache`. Added: external minus "
-        f"own, median of {size.turns * 2} interleaved pairs with its 95 % interval. Plain copy: "
-        "the same pages by one thread / by two.",
+        f"own, median of {size.turns * 2} interleaved pairs with its 95 % interval. Noise: the "
+        "second own hit of a turn minus the first, likewise: what an arm adds to itself. Plain "
+        "copy: the same pages by one thread / by two.",
         header=(
-            *("tokens", "arm", "cold", "own hit", "tokens hit"),
+            *("tokens", "arm", "cold", "own hit", "tokens hit", "noise"),
             *("external hit", "tokens hit", "added", "plain copy"),
         ),
     )
@@ -160,8 +166,9 @@ def _section(size: Size, table: Table, copies_ms: Mapping[int, Mapping[int, floa
             section.rows.append(
                 (
                     *(str(length), arm.value, _shown(taken.cold_ms), _shown(taken.own_ms)),
-                    *(_counts(taken.own_tokens), _shown(taken.external_ms)),
-                    _counts(taken.external_tokens),
+                    _counts(taken.own_tokens),
+                    taken.noise().difference() if taken.own_ms else "",
+                    *(_shown(taken.external_ms), _counts(taken.external_tokens)),
                     taken.added().difference() if taken.external_ms else "",
                     f"{copy[1]:.1f} / {copy[2]:.1f}" if arm in EXTERNAL else "",
                 )

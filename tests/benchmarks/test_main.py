@@ -42,3 +42,14 @@ def test_quick_is_passed_on_and_writes_nothing(seen: list[list[str]], tmp_path: 
     assert run.run_paths("paths_example", is_quick=True) == 0
     assert seen == [["--quick"]]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_everything_is_of_the_host_or_of_tiers_and_of_one_kind() -> None:
+    """`make bench` is the host's; what is new is of tiers unless somebody says otherwise."""
+    paths, parts = run.chosen("all")
+    host, tiers = run.chosen("host"), run.chosen("tiers")
+    assert host == (sorted(run.HOST_PATHS), list(run.HOST_PARTS))
+    assert sorted(host[0] + tiers[0]) == paths
+    assert sorted(host[1] + tiers[1]) == sorted(parts)
+    assert {"paths_disk", "paths_redis"} <= set(tiers[0])
+    assert (run.chosen("paths"), run.chosen("engine")) == ((paths, []), ([], parts))

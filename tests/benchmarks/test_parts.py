@@ -57,22 +57,34 @@ def test_too_few_pairs_decide_nothing_but_wrong_hits_are_wrong() -> None:
     assert set(found.values()) == {Verdict.OPEN}
 
 
+def test_the_noise_of_a_hit_is_the_second_own_one_minus_the_first() -> None:
+    """Own hits here are each 1 ms slower than the one before; an arm without any has no noise."""
+    section = reuse_section(added_ms=18.0, pairs=20)
+    place = section.header.index("noise")
+    assert [row[place] for row in section.rows] == ["", *["+1.0 (+1.0 to +1.0)"] * 2]
+
+
+@pytest.mark.parametrize("judged", ["step", "whole request"])
 @pytest.mark.parametrize(
     ("factor", "wobble", "verdict"),
     [(1.01, 0.0, Verdict.MET), (1.04, 0.0, Verdict.MISSED), (1.0, 0.2, Verdict.OPEN)],
 )
 def test_overhead_is_judged_only_when_the_interval_is_narrow(
-    factor: float, wobble: float, verdict: Verdict
+    judged: str, factor: float, wobble: float, verdict: Verdict
 ) -> None:
     base = overhead.Taken([300.0] * 24, [18.0] * 24, [1500.0] * 24)
-    ours = overhead.Taken(
-        [300.0] * 24,
-        [18.0] * 24,
-        [1500 * factor * (1 + wobble * (number % 2)) for number in range(24)],
-    )
+    ours = overhead.Taken([300.0] * 24, [18.0] * 24, [1500.0] * 24)
+    columns = {"step": ours.step_ms, "whole request": ours.total_ms}
+    columns[judged][:] = [
+        value * factor * (1 + wobble * (number % 2))
+        for number, value in enumerate(columns[judged])
+    ]
     table = dict.fromkeys(Way, base) | {Way.ON: ours}
     section = overhead._section(table, {"vllm:kvtide_x": 1.0, "vllm:other": 2.0})
-    assert set(verdicts(section).values()) == {verdict}
+    wanted = dict.fromkeys(columns, Verdict.MET) | {judged: verdict}
+    assert verdicts(section) == {
+        f"overhead by {name}, against {Way.OFF.value}": found for name, found in wanted.items()
+    }
     assert section.data["kvtide_metrics"] == {"vllm:kvtide_x": 1.0}
 
 
@@ -146,18 +158,26 @@ def test_the_chats_exceed_the_engines_cache_several_times() -> None:
     assert longest * chat.FULL.at_once < chat.FULL.engine_tokens
 
 
-def test_a_chat_is_compared_with_no_cache() -> None:
-    answers = [
-        chat.Answer(number, 1000.0 / (number + 1), 2000.0, 100, 50 * number)
-        for number in range(2)
-        for _ in range(2)
-    ]
-    table = {Arm.NONE: chat.Chat([], answers[:2] + answers[:2], [1.0, 2.0])}
-    table[Arm.NONE].answers = [chat.Answer(1, 1000.0, 2000.0, 100, 0)] * 2
-    table[Arm.KVTIDE] = chat.Chat([], answers, [1.0, 0.5])
+def test_a_chat_is_compared_with_no_cache_and_each_arm_with_itself() -> None:
+    """Eight users; of each two neighbours the second waits 1 % longer, whatever their order."""
+    users, rounds = range(chat.FULL.users), range(1, 3)
+
+    def answers(ttft_ms: float, cached: int) -> list[chat.Answer]:
+        return [
+            chat.Answer(number, ttft_ms * (1 + user % 2 / 100), 2000.0, 100, cached)
+            for number in rounds
+            for user in chat._order(len(users), number)
+        ]
+
+    assert chat._order(len(users), 1) != chat._order(len(users), 2)
+    first = chat.Answer(0, 9000.0, 9000.0, 100, 0)
+    table = {
+        Arm.NONE: chat.Chat([], answers(1000.0, 0), [1.0, 2.0]),
+        Arm.KVTIDE: chat.Chat([], [first, *answers(500.0, 50)], [1.0, 0.5]),
+    }
     row = chat._section(chat.FULL, table).rows[1]
-    assert row[:3] == ("kvtide", "500.0 (500.0 to 500.0)", "500.0")
-    assert row[3:] == ("50.0%", "0.5", "2.0 times faster")
+    assert row[:3] == ("kvtide", "502.5 (500.0 to 505.0)", "505.0")
+    assert row[3:] == ("50.0%", "0.5", "2.0 times faster", "+1.0 % (+1.0 to +1.0)")
 
 
 def test_an_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,6 +70,15 @@ def test_a_tier_of_the_settings_is_tried_by_its_name(
     assert said == "Error: no tier of the settings is named 'dsk'; there are: disk, all"
 
 
+def test_a_place_that_does_not_answer_is_said_to(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node would take it in later; who tries it wants to know now."""
+    monkeypatch.setattr(command.Opening, "wait", lambda _: None)
+    said = one_line(run("tier", "test", str(tmp_path / "kv")))
+    assert said.endswith("has not answered for 5 s")
+
+
 def test_a_disk_that_a_node_has_says_so(run: Run, new_node: StartNode, tmp_path: Path) -> None:
     node = new_node(disk_path=tmp_path / "disk", disk_bytes_max="256MiB")
     node.start()

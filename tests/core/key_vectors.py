@@ -1,6 +1,8 @@
 """Names of fixed content, by every function of `core.keys`: run by the tests, here and elsewhere.
 
-    python key_vectors.py [spawn | fork]      prints them as JSON, made in such a child process
+    python key_vectors.py [spawn | fork | forkserver]
+
+prints them as JSON, made in such a child process.
 
 What is compared must never change: entries that rest in a tier are found by these names.
 """

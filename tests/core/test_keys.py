@@ -80,7 +80,7 @@ def names_elsewhere(python: str, method: str, hash_seed: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 @pytest.mark.parametrize("hash_seed", ["0", "1", "random"])
 def test_another_process_gives_the_same_names(method: str, hash_seed: str) -> None:
     """Processes differ in hash seed and start method, as engines and nodes do."""

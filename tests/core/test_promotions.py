@@ -453,6 +453,24 @@ def test_what_is_loaded_for_lookups_that_wait_is_bounded_too(tier: FakeTier) -> 
     assert len(tier.loaded) == 48, "three quarters of the host"
 
 
+def test_no_more_is_read_ahead_than_keeps_a_tier_busy(
+    tier: FakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long chain so much is on its way at a time; each chunk that comes makes room."""
+    monkeypatch.setattr("kvtide.core.promotions.READ_AHEAD_BYTES", 4 * CHUNK_BYTES)
+    chain = prompt(*range(1, 13))
+    Engine(World(host_bytes=16 * MiB, tiers=[tier])).start().store(chain)
+    engine = Engine(World(host_bytes=16 * MiB, tiers=[tier])).start()
+    tier.answers = False
+    ask(engine, chain)
+    engine.world.answer(tier)
+    for come in range(12):
+        assert len(tier.waiting) == min(4, 12 - come), come
+        job = tier.waiting.pop(0)
+        engine.world.give(tier.answer(job))
+    assert engine.last(m.Match).number == engine.number
+
+
 def test_a_load_takes_no_longer_than_computing_would(tier: FakeTier) -> None:
     """A chunk comes just in time, again and again; computing all of them would take 2.4 ms."""
     long = prompt(*range(1, 31))

@@ -118,6 +118,7 @@ def test_beside_another_connector_each_does_its_part(
     engine = engine_on(node, logs, "multi", *arguments, model=TINY_LLAMA, connector=connector)
     with engine:
         node.wait_on()
+        assert engine.wait_kvtide().endswith(", failed loads are recomputed")
         tokens = prompt("multi", 5 * BLOCK + 9)
         with node.storing(5, BLOCK_BYTES):
             ask(engine, tokens)

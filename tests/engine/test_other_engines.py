@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtide.testing.completions import Completion
 from kvtide.testing.serving import KVTIDE, ServedEngine
 from tests.engine.answers import ask, assert_same, forget
 from tests.engine.conftest import engine_on
@@ -13,6 +14,7 @@ from tests.engine.nodes import Node, Status, assert_accounts, is_at_rest
 from tests.engine.prompts import prompt
 
 BLOCK = 128
+LEFT_BEHIND = prompt("left behind", 5 * BLOCK + 3)
 DIGEST_S_MAX = 1.0
 """From the workers' coming to the engine's being on, where the weights were read before."""
 
@@ -53,6 +55,14 @@ def second(
         yield other
 
 
+@pytest.fixture(scope="module")
+def left_behind(second: ServedEngine, shared_node: Node) -> Completion:
+    """The answer to LEFT_BEHIND from a hit of the second engine, which alone has computed it."""
+    with shared_node.storing(5):
+        ask(second, LEFT_BEHIND)
+    return ask(second, LEFT_BEHIND)
+
+
 def test_weights_that_were_read_before_are_known_at_once(
     second: ServedEngine, shared_node: Node, watch: Watch
 ) -> None:
@@ -91,7 +101,7 @@ def test_a_conversation_that_changes_engines_goes_on(
 
 
 def test_a_crash_in_the_middle_of_stores_leaves_nothing_lent(
-    engine: ServedEngine, second: ServedEngine, shared_node: Node
+    engine: ServedEngine, second: ServedEngine, left_behind: Completion, shared_node: Node
 ) -> None:
     """SIGKILL for all of an engine's processes while grants of it are out (asserted)."""
     dead = shared_node.engine_of(second)["engine_id"]
@@ -110,18 +120,24 @@ def test_a_crash_in_the_middle_of_stores_leaves_nothing_lent(
     assert_same(ask(engine, tokens), own)
 
 
-def test_an_engine_that_only_loads_hits_what_was_computed_before_it_came(
-    engine: ServedEngine, shared_node: Node, logs: Path
+def test_an_engine_in_the_place_of_a_dead_one_hits_what_that_one_stored(
+    engine: ServedEngine,
+    second: ServedEngine,
+    left_behind: Completion,
+    shared_node: Node,
+    logs: Path,
 ) -> None:
-    """A new engine in the place of the killed one; in the role kv_consumer it stores nothing."""
-    tokens = prompt("restart", 5 * BLOCK + 3)
-    ask(engine, tokens)
-    own = ask(engine, tokens)
+    """From the host memory of the node, which lives on; in the role kv_consumer it stores nothing.
+
+    Nobody who lives has ever computed the prompt.
+    """
+    second.kill()
+    shared_node.wait_on(1)
     consumer = engine_on(shared_node, logs, "consumer", connector=only("kv_consumer"))
     with consumer:
         shared_node.wait_on(2)
         with shared_node.loading(5):
-            assert_same(ask(consumer, tokens), own)
+            assert_same(ask(consumer, LEFT_BEHIND), left_behind)
         fresh = prompt("consumed", 2 * BLOCK + 3)
         with shared_node.storing(0):
             ask(consumer, fresh)

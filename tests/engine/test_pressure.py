@@ -17,6 +17,7 @@ import pytest
 from kvtide.testing.completions import Completion
 from kvtide.testing.serving import TINY_LLAMA, ServedEngine
 from kvtide.units import MiB
+from tests.engine import cells
 from tests.engine.answers import ask, assert_close, forget
 from tests.engine.conftest import SOAK_S, engine_on, in_soaks_only
 from tests.engine.nodes import Node, assert_accounts, wait_until
@@ -80,6 +81,26 @@ def alone(engine: ServedEngine, tokens: list[int], count: int) -> Completion:
     answer = ask(engine, tokens, count, cache_salt=salt, **OFF)
     assert answer.cached_tokens == 0
     return answer
+
+
+def test_a_swapped_block_shows(served: ServedEngine, node: Node) -> None:
+    """The twin of all these tests: their oracle allows for rounding, and sees one wrong block."""
+    memory = cells.NodeMemory(node.pid)
+    before = memory.last_generation()
+    mine = prompt("twin", 5 * BLOCK + 7)
+    reference = alone(served, mine, 8)
+    ask(served, mine)
+    ask(served, prompt("another", BLOCK + 1))
+    node.wait_at_rest()
+    held = memory.cells(before)
+    forget(served)
+    with cells.swapped(held[0], held[-1]):
+        wrong = ask(served, mine)
+    assert wrong.cached_tokens == 5 * BLOCK
+    with pytest.raises(AssertionError):
+        assert_close(wrong, reference)
+    forget(served)
+    assert_close(ask(served, mine), reference)
 
 
 def test_preempted_requests_are_resumed_rightly(served: ServedEngine, node: Node) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from kvtide.core.layout import KVLayout
 from kvtide.node.memory import NodeMemory, RegionFiles
 from kvtide.testing.fake_engine import FakeEngine, Loaded, Shape, make_tokens
 from kvtide.testing.node_process import NodeProcess
-from kvtide.units import KiB, MiB
+from kvtide.units import KiB, MiB, format_bytes
 from kvtide.wire.command import ask
 from tests.node.fixtures import StartNode
 from tests.node.test_engines import check_sums, idle, wait_status
@@ -158,10 +159,38 @@ def test_status_tells_of_the_disk(new_node: StartNode, disk_path: Path) -> None:
     assert 0 < disk["bytes_used"] <= disk["bytes_max"]
     with FakeEngine(node.places, "two") as engine:
         assert engine.load(make_tokens(64, seed=9)) == Loaded(0, 0)
-    lines = page(node.status(), "here").splitlines()
-    first = next(n for n, line in enumerate(lines) if line.startswith("disk "))
-    shown = "\n".join(lines[first:])
-    assert "of 256 MiB, 3 records, 0 B waiting" in shown
+    shown = disk_section(node.status())
+    assert "of 256 MiB, 3 records, 0 B waiting\n" in shown
+    assert "loads: none; 0 B" in shown
     assert "stores: stored 3; " in shown
     assert "questions (0%) found something" in shown
     assert "a second since the node's start" in shown
+
+
+def test_status_tells_of_what_a_disk_gives(new_node: StartNode, disk_path: Path) -> None:
+    """Loads, the share of questions that found something, and what is wrong with it."""
+    node = disk_node(new_node, disk_path)
+    with FakeEngine(node.places, "one") as engine:
+        engine.store(TOKENS)
+        wait_written(node, 3)
+    node.end()
+    node = disk_node(new_node, disk_path)
+    with FakeEngine(node.places, "two") as engine:
+        assert engine.load(TOKENS) == Loaded(10, 10)
+        assert engine.load(make_tokens(64, seed=9)) == Loaded(0, 0)
+    status = node.status()
+    shown = disk_section(status)
+    found, absent = (status["counts"][f"tier_lookups.disk.{way}"] for way in ("found", "absent"))
+    assert min(found, absent) > 0
+    share = f"hits: {found} of {found + absent} questions ({found / (found + absent):.0%}) found"
+    assert share in shown
+    assert f"loads: loaded 3; {format_bytes(status['counts']['tier_loaded_bytes.disk'])}" in shown
+    status["tiers"]["disk"]["state"] = "errno 5 (Input/output error)"
+    assert "0 B waiting; errno 5 (Input/output error)\n" in disk_section(status)
+
+
+def disk_section(status: dict[str, Any]) -> str:
+    """What the page for people says of the disk."""
+    lines = page(status, "here").splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("disk "))
+    return "\n".join(lines[first:])

@@ -1,5 +1,6 @@
 """The disk tier keeps every promise of a tier, and those that are its own."""
 
+import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -8,10 +9,11 @@ import pytest
 from kvtide.core.records import Record
 from kvtide.testing.faulty_files import Call
 from kvtide.testing.tier_suite import TierTests
-from kvtide.tiers.base import Tier
+from kvtide.tiers.base import LoadOutcome, StoreOutcome, Tier
 from kvtide.tiers.disk.tier import DiskTier
 from tests.tiers.disk_place import (
     QUEUE_BYTES_MAX,
+    assert_holds,
     bytes_taken,
     disk_of,
     driven,
@@ -70,3 +72,32 @@ def test_what_is_made_to_outlive_a_loss_of_power(
         tier.close(30)
         assert calls[Call.SYNC] == at_the_end
         assert calls[Call.SYNC_DIRECTORY] == (sync != "none")
+
+
+@pytest.mark.parametrize("state", ["idle", "breaker open", "place failing"])
+def test_it_is_closed_in_any_state_and_says_so_afterwards(tmp_path: Path, state: str) -> None:
+    """Also twice; calls that come late end at once, and touch nothing."""
+    with driven(tmp_path / "kv") as tier:
+        tier.keep(tails(4))
+        files = files_of(disk_of(tier))
+        if state != "idle":
+            files.fail_all()
+        if state == "breaker open":
+            tier.store(tails(10, first=50))
+            assert tier.tier.statistics().state != "on"
+        began_s = time.monotonic()
+        tier.close(30)
+        tier.tier.close(30)
+        assert time.monotonic() - began_s < 10
+        files.heal()
+        before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "kv").iterdir()}
+        assert tier.load(tails(1)[0]) is LoadOutcome.CLOSED
+        assert tier.store(tails(1, first=90)) == [StoreOutcome.CLOSED]
+        assert tier.find(tails(1)) == []
+        tier.pass_time(120_000)
+        tier.poll()
+        assert before == {
+            path.name: path.stat().st_mtime_ns for path in (tmp_path / "kv").iterdir()
+        }
+    with driven(tmp_path / "kv") as tier:
+        assert_holds(tier, tails(4), [])

@@ -170,6 +170,29 @@ def test_a_cap_that_was_lowered_holds_before_anybody_is_served(kv: Path) -> None
         tier_now.close(30)
 
 
+def test_a_cap_that_takes_long_to_reach_is_reached_while_the_node_serves(
+    kv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start evicts for a second; the rest goes by and by, whether anybody asks or not."""
+    monkeypatch.setattr("kvtide.tiers.disk.tier.SHRINK_S_MAX", 0.0)
+    monkeypatch.setattr("kvtide.tiers.disk.room.EVICTIONS_MAX", 4)
+    every = [chain_of(ROOT, CHUNKS, text(number, 4))[0] for number in range(60)]
+    with driven(kv, bytes_max=64 * MiB, segment_bytes=256 * KiB, queue_bytes_max=64 * MiB) as tier:
+        tier.wait([tier.submit_store(record) for record in every])
+    woken = threading.Event()
+    tier_now = open_disk(kv, woken.set, CAP, segment_bytes=256 * KiB)
+    try:
+        assert bytes_taken(kv) > CAP, "it takes longer than a start may"
+        while bytes_taken(kv) > CAP:
+            assert woken.wait(30), "it goes on by itself"
+            woken.clear()
+            tier_now.poll()
+        assert tier_now.statistics().records > 0
+        tier_now.check_integrity()
+    finally:
+        tier_now.close(30)
+
+
 def test_a_cap_that_cannot_be_reached_does_not_hold_up_a_start(kv: Path) -> None:
     """Nothing can be given back: the node starts, and stores nothing."""
     with driven(kv, bytes_max=8 * MiB, segment_bytes=256 * KiB) as tier:

@@ -31,9 +31,22 @@ SALTS = (None, "one", "another")
 LAYOUTS = (layout_of(16 * KiB), layout_of(4096, 12288))
 
 
+ALL = b"""
+local tag = KEYS[1]
+local function scored(name) return redis.call('ZRANGE', tag .. name, 0, -1, 'WITHSCORES') end
+return { redis.call('HGETALL', tag .. 'index'), redis.call('HGETALL', tag .. 'numbers'),
+    scored('leaves'), scored('inner'), scored('loose'), scored('tree') }
+"""
+"""All at one moment: what nobody needs any more is taken away at any time."""
+
+
 def table(server: Server, *command: bytes) -> dict[bytes, bytes]:
     """A reply of names and values."""
-    reply = server.ask(*command)
+    return named(server.ask(*command))
+
+
+def named(reply: object) -> dict[bytes, bytes]:
+    """A list of names and values."""
     assert isinstance(reply, list), reply
     flat = [one for one in reply if isinstance(one, bytes)]
     return dict(zip(flat[::2], flat[1::2], strict=True))
@@ -41,13 +54,9 @@ def table(server: Server, *command: bytes) -> dict[bytes, bytes]:
 
 def check_index(server: Server) -> int:
     """Every belief of index.lua; how many records can be found."""
-    rows = table(server, b"HGETALL", TAG + b"index")
-    numbers = table(server, b"HGETALL", TAG + b"numbers")
-    leaves = table(server, b"ZRANGE", TAG + b"leaves", b"0", b"-1", b"WITHSCORES")
-    inner = table(server, b"ZRANGE", TAG + b"inner", b"0", b"-1", b"WITHSCORES")
-    loose = table(server, b"ZRANGE", TAG + b"loose", b"0", b"-1", b"WITHSCORES")
-    members = server.ask(b"ZRANGE", TAG + b"tree", b"0", b"-1")
-    assert isinstance(members, list)
+    told = server.ask(b"EVAL", ALL, b"1", TAG)
+    assert isinstance(told, list)
+    rows, numbers, leaves, inner, loose, members = map(named, told)
     parents = {row[40:72] for row in rows.values()}
     assert set(inner) == {key for key in rows if key in parents}
     assert set(leaves) == {key for key in rows if key not in parents}

@@ -9,7 +9,7 @@ from kvtide import config, tier_entries, tier_values
 from kvtide.cli.here import printable
 from kvtide.cli.trial import RECORD_BYTES, RECORDS, Trial
 from kvtide.errors import ConfigError
-from kvtide.node.build import Opening
+from kvtide.node.build import OPEN_S_MAX, Opening
 from kvtide.tier_entries import REQUIRED, Option, TierEntry
 from kvtide.tiers import registry
 
@@ -37,8 +37,11 @@ def test(place: str) -> None:
     entry = _entry_of(place)
     woken = threading.Event()
     opening = Opening(entry, QUEUE_BYTES_MAX, woken.set)
-    tier, entry = opening.wait()
-    click.echo(f"opened {printable(entry.shown)}")
+    tier = opening.wait()
+    if tier is None:
+        opening.take_back()
+        raise ConfigError(f"{opening.entry.shown} has not answered for {OPEN_S_MAX:g} s")
+    click.echo(f"opened {printable(opening.entry.shown)}")
     try:
         for step in Trial(tier, woken).steps():
             click.echo(printable(step.text))

@@ -48,7 +48,7 @@ class MissReason(enum.StrEnum):
     """Why prompt tokens were not served from kvtide."""
 
     ABSENT = "absent"
-    """nobody stored them, or they were evicted"""
+    """nobody stored them, they were evicted, or the engine has not mapped their memory yet"""
     NO_ANSWER = "no_answer"
     """the node did not answer in time"""
     NODE_GONE = "node_gone"

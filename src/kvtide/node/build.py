@@ -1,7 +1,8 @@
 """Which tiers the settings ask for, opened, in the order in which they are asked.
 
 An optional part cannot stop the start of a node that an engine waits for: where a place cannot be
-used, the node goes without it and says so. Whoever serves in the foreground is told instead.
+used, the node goes without it and says so. Whoever serves in the foreground is told instead. One
+that takes long to open is taken in when it has (`late.py`).
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from kvtide.core.lending import QUEUE_RATIO_MAX
 from kvtide.core.tiering import TierPlan, WritePolicy
 from kvtide.errors import ConfigError, KVTideError
+from kvtide.node.late import LateTier
 from kvtide.node.tiers import CLOSE_S_MAX, close_tiers
 from kvtide.settings import NodeConfig
 from kvtide.tier_entries import TierEntry
@@ -25,7 +27,7 @@ logger = logging.getLogger("kvtide.node")
 
 OPEN_S_MAX = 5.0
 """So long the start of a node waits for its places: a disk of a million records takes a second or
-two."""
+two. Those that take longer come later."""
 
 
 class Way(enum.Enum):
@@ -59,7 +61,7 @@ def open_tiers(
     with contextlib.ExitStack() as stack:
         openings = [Opening(entry, queue_bytes_max, wake) for entry in config.places]
         stack.callback(_give_up, openings)
-        opened = [_waited_for(opening, config, way) for opening in openings]
+        opened = [_waited_for(opening, config, way, wake) for opening in openings]
         stack.pop_all()
     return [one for one in opened if one is not None]
 
@@ -70,17 +72,30 @@ def _give_up(openings: Sequence["Opening"]) -> None:
     close_tiers([tier for tier in tiers if tier is not None])
 
 
-def _waited_for(opening: "Opening", config: NodeConfig, way: Way) -> OpenTier | None:
+def _waited_for(
+    opening: "Opening", config: NodeConfig, way: Way, wake: Callable[[], None]
+) -> OpenTier | None:
     try:
-        tier, entry = opening.wait()
+        tier = opening.wait() or _late(opening, wake)
     except (KVTideError, OSError) as error:
         if way is Way.FOREGROUND:
             raise
         logger.warning("the node goes without the tier %s: %s", opening.entry.name, error)
         return None
+    entry = opening.entry
     logger.info("tier %s", entry.shown)
     plan = TierPlan(entry.name, WritePolicy(entry.write), config.load_policy == "always")
     return OpenTier(plan, tier)
+
+
+def _late(opening: "Opening", wake: Callable[[], None]) -> Tier:
+    logger.warning(
+        "the tier %s has not answered for %g s: is its place well? The node serves without it"
+        " until it has",
+        opening.entry.shown,
+        OPEN_S_MAX,
+    )
+    return LateTier(opening.entry.name, opening, wake)
 
 
 class Opening:
@@ -110,20 +125,18 @@ class Opening:
                 " of processes (ulimit -u, pids.max)"
             )
 
-    def wait(self) -> tuple[Tier, TierEntry]:
-        """The tier, and its entry with all options; what kept it from being opened is raised."""
+    def wait(self) -> Tier | None:
+        """The tier, None where it takes too long; what kept it from being opened is raised."""
         if self._error is None:
             self._thread.join(max(0.0, self._until_s - time.monotonic()))
+        return self.opened()
+
+    def opened(self) -> Tier | None:
+        """The tier, None while it is not open; what kept it from being opened is raised."""
         with self._lock:
-            self._is_given_up = self._tier is None
             if self._error is not None:
                 raise self._error
-            if self._tier is None:
-                raise ConfigError(
-                    f"the tier {self.entry.shown} has not answered for {OPEN_S_MAX:g} s: is its"
-                    " place well?"
-                )
-            return self._tier, self.entry
+            return self._tier
 
     def take_back(self) -> Tier | None:
         """The tier, if it is open: the caller's to close. Else it is closed as soon as it is."""
@@ -145,7 +158,9 @@ class Opening:
             is_wanted = not self._is_given_up
             if is_wanted:
                 self._tier, self._error = tier, error
-        if tier is not None and not is_wanted:
+        if is_wanted:
+            self._wake()
+        elif tier is not None:
             tier.close(CLOSE_S_MAX)
 
     def _opened(self) -> Tier:

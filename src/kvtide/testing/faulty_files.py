@@ -70,6 +70,7 @@ CHANGING = frozenset(
 )
 """Refused by a file system that is mounted read-only, with `OPEN` for writing."""
 
+PAGE = 4096
 _FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
@@ -82,6 +83,7 @@ class _Fault:
     path_part: str
     skip: int
     left: int | None
+    bytes_over: int
 
 
 class FaultyFiles:
@@ -100,6 +102,7 @@ class FaultyFiles:
         self._waiting = 0
         self._bytes_max: dict[Call, int] = {}
         self._room_bytes: int | None = None
+        self._full_code, self._is_room_told = errno.ENOSPC, True
         self._is_read_only = False
         self._is_vanished = False
         self._all_code = 0
@@ -115,14 +118,16 @@ class FaultyFiles:
         nth: int = 1,
         count: int | None = None,
         path_part: str = "",
+        bytes_over: int = 0,
     ) -> None:
         """From the `nth` such call from now on, `count` of them fail, or all until `heal`.
 
-        Only those whose path has `path_part` in it are meant, and counted.
+        Only those whose path has `path_part` in it are meant, and counted; and of reads and writes
+        only those of more than `bytes_over`.
         """
         assert nth > 0, nth
         with self._change:
-            self._faults.append(_Fault(call, code, path_part, nth - 1, count))
+            self._faults.append(_Fault(call, code, path_part, nth - 1, count, bytes_over))
 
     def fail_all(self, code: int = errno.EIO) -> None:
         """Every call fails from now on."""
@@ -139,13 +144,18 @@ class FaultyFiles:
         with self._change:
             self._is_read_only = True
 
-    def fill_after(self, room_bytes: int) -> None:
+    def fill_after(
+        self, room_bytes: int, code: int = errno.ENOSPC, *, is_told: bool = True
+    ) -> None:
         """So many more bytes may be written, the last ones by a short write; then it is full.
 
-        What is punched or unlinked makes room again.
+        What is punched or unlinked makes room again. Not told, as a quota is not: `free_space`
+        says what the drive has.
         """
         with self._change:
             self._room_bytes = room_bytes
+            self._full_code = code
+            self._is_room_told = is_told
 
     def shorten(self, call: Call, bytes_max: int) -> None:
         """A read or write moves at most so many bytes (whole pages, where I/O is direct)."""
@@ -218,7 +228,9 @@ class FaultyFiles:
 
     # ---- how it goes wrong
 
-    def _enter(self, call: Call, path: str, *, is_changing: bool = False) -> None:
+    def _enter(
+        self, call: Call, path: str, *, is_changing: bool = False, length_bytes: int = 1
+    ) -> None:
         """Count a call; stall it; raise what it fails with."""
         with self._change:
             self.calls[call] += 1
@@ -228,15 +240,18 @@ class FaultyFiles:
                 self._change.notify_all()
                 self._change.wait_for(lambda: call not in self._stalled)
                 self._waiting -= 1
-            code = self._code_of(call, path, is_changing=is_changing or call in CHANGING)
+            is_changing = is_changing or call in CHANGING
+            code = self._code_of(call, path, is_changing, length_bytes)
             if code:
                 self.injected[f"{call} {errno.errorcode[code]}"] += 1
                 raise OSError(code, os.strerror(code), path)
 
-    def _code_of(self, call: Call, path: str, *, is_changing: bool) -> int:
+    def _code_of(self, call: Call, path: str, is_changing: bool, length_bytes: int) -> int:
         """What a call fails with; 0: it does not."""
         for fault in self._faults:
             if fault.call is not call or fault.path_part not in path or fault.left == 0:
+                continue
+            if length_bytes <= fault.bytes_over:
                 continue
             if fault.skip:
                 fault.skip -= 1
@@ -280,14 +295,17 @@ class FaultyFiles:
 
     def write_at(self, descriptor: int, parts: Sequence[Buffer], offset_bytes: int) -> int:
         path = self._path(descriptor)
-        self._enter(Call.WRITE, path)
         views = [memoryview(part) for part in parts]
+        wanted_bytes = sum(len(view) for view in views)
+        self._enter(Call.WRITE, path, length_bytes=wanted_bytes)
         with self._change:
-            wanted_bytes = sum(len(view) for view in views)
-            if self._room_bytes == 0 and wanted_bytes:
-                self.injected["write ENOSPC"] += 1
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-            allowed = self._limit(Call.WRITE, wanted_bytes, self._room_bytes)
+            room_bytes = self._room_bytes
+            if room_bytes is not None and wanted_bytes % PAGE == 0:
+                room_bytes -= room_bytes % PAGE  # direct I/O moves whole ones
+            if room_bytes == 0 and wanted_bytes:
+                self.injected[f"write {errno.errorcode[self._full_code]}"] += 1
+                raise OSError(self._full_code, os.strerror(self._full_code), path)
+            allowed = self._limit(Call.WRITE, wanted_bytes, room_bytes)
             if self._room_bytes is not None:
                 self._room_bytes -= allowed  # ahead of the call: another may run beside it
         done = 0
@@ -298,9 +316,10 @@ class FaultyFiles:
         return done
 
     def read_at(self, descriptor: int, parts: Sequence[memoryview], offset_bytes: int) -> int:
-        self._enter(Call.READ, self._path(descriptor))
+        wanted_bytes = sum(len(part) for part in parts)
+        self._enter(Call.READ, self._path(descriptor), length_bytes=wanted_bytes)
         with self._change:
-            allowed = self._limit(Call.READ, sum(len(part) for part in parts))
+            allowed = self._limit(Call.READ, wanted_bytes)
         return self._files.read_at(descriptor, _first(parts, allowed), offset_bytes)
 
     def truncate(self, descriptor: int, length_bytes: int) -> None:
@@ -362,7 +381,7 @@ class FaultyFiles:
         """What `fill_after` leaves is what is free."""
         self._enter(Call.FREE_SPACE, directory)
         space = self._files.free_space(directory)
-        if self._room_bytes is None:
+        if self._room_bytes is None or not self._is_room_told:
             return space
         return replace(space, free_bytes=min(space.free_bytes, self._room_bytes))
 

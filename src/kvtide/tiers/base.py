@@ -29,7 +29,7 @@ class LoadOutcome(enum.StrEnum):
 
     LOADED = "loaded"
     ABSENT = "absent"  # evicted meanwhile, cleared, or never there
-    CORRUPT = "corrupt"  # did not prove to be what was asked for; it is removed
+    CORRUPT = "corrupt"  # not what was asked for, or unreadable while others are; it is removed
     FAILED = "failed"  # the place did not give it
     BROKEN = "broken"  # the breaker is open: it was not tried
     CLOSED = "closed"  # the tier is being closed

@@ -13,7 +13,9 @@ class Breaker:
     """Of one kind of work: "reads" or "writes". Ownership: the node's owner thread.
 
     It is closed while the place works; open, it lets nothing through but a probe, after a second,
-    then after two, and so on up to `retry_ms_max`.
+    then after two, and so on up to `retry_ms_max`. A probe that goes well lets work through again,
+    on trial: what a probe does may work where the work itself does not. The first that fails opens
+    it again, with the next longer pause; only what works says so, and ends the pauses.
     """
 
     def __init__(
@@ -22,6 +24,7 @@ class Breaker:
         self.is_open = False
         self.is_probing = False
         self.reason = ""
+        self._is_on_trial = False
         self._work = work
         self._place = place
         self._logger = logger
@@ -31,9 +34,10 @@ class Breaker:
         self._retry_at_ms = 0
 
     def failed(self, error: Exception, now_ms: int) -> bool:
-        """The place failed; whether the breaker opens by it. Says so in one line."""
+        """The place failed; whether the breaker opens by it. Says so in one line, if it was not
+        on trial."""
         self._failures += 1
-        if self.is_open or self._failures < FAILURES_MAX:
+        if self.is_open or (self._failures < FAILURES_MAX and not self._is_on_trial):
             return False
         reason = _said(error)
         self._open(
@@ -52,6 +56,9 @@ class Breaker:
     def _open(self, reason: str, story: str, now_ms: int) -> None:
         self.is_open = True
         self.reason = reason
+        if self._is_on_trial:
+            self._pause_longer(now_ms)
+            return
         self._retry_ms = RETRY_MS_MIN
         self._retry_at_ms = now_ms + self._retry_ms
         self._logger.error(
@@ -61,15 +68,23 @@ class Breaker:
             story,
         )
 
+    def _pause_longer(self, now_ms: int) -> None:
+        self._is_on_trial = False
+        self._retry_ms = min(2 * self._retry_ms, self._retry_ms_max)
+        self._retry_at_ms = now_ms + self._retry_ms
+
     def succeeded(self) -> None:
-        """The place did what was asked."""
-        self._failures = 0
+        """The place did what was asked. While it is open that is no more than a straggler."""
+        if self._is_on_trial:
+            self.worked()
+        elif not self.is_open:
+            self._failures = 0
 
     def worked(self) -> None:
         """The place did again what it did not: the breaker closes."""
         self._failures = 0
-        if self.is_open:
-            self.is_open = False
+        if self.is_open or self._is_on_trial:
+            self.is_open = self._is_on_trial = False
             self.reason = ""
             self._logger.warning("%s: %s work again", self._place, self._work)
 
@@ -89,16 +104,16 @@ class Breaker:
         self.is_probing = False
 
     def probed(self, error: Exception | None, now_ms: int) -> None:
-        """How the probe went."""
+        """How the probe went: well, and work is let through on trial."""
         self.is_probing = False
         if not self.is_open:
             return
         if error is None:
-            self.worked()
+            self.is_open, self._is_on_trial = False, True
+            self.reason = ""
             return
         self.reason = _said(error)
-        self._retry_ms = min(2 * self._retry_ms, self._retry_ms_max)
-        self._retry_at_ms = now_ms + self._retry_ms
+        self._pause_longer(now_ms)
 
 
 def _said(error: Exception) -> str:

@@ -28,8 +28,8 @@ class TierType:
         open: opens the place. Gets the values of `options` by name, the tier's `wake` (to be
             called from any thread when `poll` has something to give) and how many bytes of stores
             may wait in it. May block; raises ConfigError or OSError where the place cannot be
-            used at all. The node waits five seconds for it, so what may take longer, such as a
-            server that is away for now, is no error here but for the tier's breaker.
+            used at all. A node's start waits five seconds for it, and takes it in later if it
+            takes longer; a server that is away for now is a matter of the tier's breaker.
         schemes: of URLs that `kvtide tier test` takes for this type.
         url_option: the option that gets such a URL; where that is `path`, the URL's path.
     """

@@ -25,6 +25,7 @@ class StoreOp:
     Attributes:
         kind, kind_number: of the record, for the log.
         reserve_bytes: what the owner has set aside for it until it has ended.
+        refusals: how often it was known by then that the drive has less room.
     """
 
     job: StoreJob
@@ -32,6 +33,7 @@ class StoreOp:
     kind: Kind
     kind_number: int
     reserve_bytes: int
+    refusals: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

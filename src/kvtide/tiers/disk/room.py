@@ -13,14 +13,11 @@ from kvtide.tiers.disk.catalog import Catalog, Place
 from kvtide.tiers.disk.ops import Ended, FreeOp, SealOp, UnlinkOp
 from kvtide.tiers.disk.space import Segment, Space
 from kvtide.tiers.disk.workers import Workers
-from kvtide.units import MiB
 
 logger = logging.getLogger("kvtide.disk")
 
 WATERMARK_RATIO = 0.95
 """Eviction starts here, so that a store seldom waits for one."""
-PORTION_RATIO, PORTION_BYTES_MAX = 1 / 64, 64 * MiB
-"""It goes on for so much of the cap: neighbours that go together are one row and one hole."""
 EVICTIONS_MAX = 256
 """Of one call: the owner has other things to do; the rest comes with the next."""
 REWRITE_ROWS_MIN, REWRITE_RATIO = 32, 0.125
@@ -112,7 +109,7 @@ class Room:
         space = self._space
         if space.excess_bytes(need_bytes, limit_bytes) <= 0:
             return True
-        goal_bytes = limit_bytes - min(int(PORTION_RATIO * space.bytes_max), PORTION_BYTES_MAX)
+        goal_bytes = limit_bytes - space.portion_bytes
         for _ in range(EVICTIONS_MAX):
             if space.excess_bytes(need_bytes, goal_bytes) <= 0:
                 return True

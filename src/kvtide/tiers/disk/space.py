@@ -5,6 +5,10 @@
         + index of the active segment        so that it can always be sealed
         + STANDING                           rows and extents of two removals at a time
 
+A drive may have less than the cap: others fill it, or a quota ends before. What is free above the
+floor bounds what is set aside; where that is too little our own records make room, down to what
+keeps the floor, and so they do for a while where a write was refused for want of room.
+
 Invariant: reserved is the sum of what operations under way have set aside; a segment is dropped
 only when nothing of it is live. Ownership: the node's owner thread.
 """
@@ -25,6 +29,9 @@ PAGE = 4 * KiB
 EXTENTS_BYTES = 2 * PAGE
 """What a file system may add for its own map of a file when it grows or gets a hole."""
 STANDING_BYTES = 64 * KiB
+PORTION_RATIO, PORTION_BYTES_MAX = 1 / 64, 64 * MiB
+"""Eviction goes on for so much of the cap: neighbours that go together are one row and one hole.
+"""
 FLOOR_BYTES, FLOOR_RATIO = GiB, 0.02
 """Free space of the file system that is never touched."""
 
@@ -99,6 +106,9 @@ class Space:
         self.measured_bytes = 0
         self.free_bytes = 0
         self.floor_bytes = 0
+        self.refused_bytes: int | None = None  # so much was used when a write found no room
+        self.refusals = 0  # how often that was learned
+        self._drive_bytes = 0  # used and free, when the drive was asked last
 
     @property
     def used_bytes(self) -> int:
@@ -106,22 +116,61 @@ class Space:
         return self.measured_bytes + self.other_bytes
 
     @property
+    def portion_bytes(self) -> int:
+        """Of what is evicted at a time."""
+        return min(int(PORTION_RATIO * self.bytes_max), PORTION_BYTES_MAX)
+
+    @property
+    def promised_bytes(self) -> int:
+        """Set aside."""
+        index = self.active.index_bytes_max if self.active else 0
+        return self.reserved_bytes + index + STANDING_BYTES
+
+    @property
     def committed_bytes(self) -> int:
         """Used, and set aside."""
-        index = self.active.index_bytes_max if self.active else 0
-        return self.used_bytes + self.reserved_bytes + index + STANDING_BYTES
+        return self.used_bytes + self.promised_bytes
+
+    @property
+    def held_bytes_max(self) -> int:
+        """The cap, or what the drive lets our files take without touching its floor.
+
+        A file system may give space back late (Btrfs does, with its next commit), and others may
+        take it as fast as we give it. So the drive has become smaller, by more than half a
+        portion, only once it was asked again, which it is each second: no more is evicted before.
+        """
+        before_bytes = self._drive_bytes - self.portion_bytes // 2
+        drive_bytes = max(before_bytes, self.used_bytes + self.free_bytes)
+        return min(self.bytes_max, drive_bytes - self.floor_bytes)
+
+    @property
+    def wanted_bytes_max(self) -> int:
+        """The same, or what was used when a write found no room: a quota is not seen before."""
+        limit = self.held_bytes_max
+        return limit if self.refused_bytes is None else min(limit, self.refused_bytes)
 
     def is_room_for(self, need_bytes: int) -> bool:
         """Whether it fits now."""
-        return self.committed_bytes + need_bytes <= self.bytes_max
+        return self.committed_bytes + need_bytes <= self.bytes_max and self.is_above_floor(
+            need_bytes
+        )
 
     def could_hold(self, need_bytes: int) -> bool:
         """Whether it would fit if nothing else were there."""
-        return need_bytes + STANDING_BYTES + PAGE + EXTENTS_BYTES <= self.bytes_max
+        return need_bytes + STANDING_BYTES + PAGE + EXTENTS_BYTES <= self.held_bytes_max
 
     def is_above_floor(self, need_bytes: int) -> bool:
         """Whether the file system keeps its free space."""
-        return self.free_bytes - self.reserved_bytes - need_bytes >= self.floor_bytes
+        return self.free_bytes - self.promised_bytes - need_bytes >= self.floor_bytes
+
+    def was_refused(self, need_bytes: int) -> bool:
+        """Whether a write found no room when as much was used as would be with this."""
+        refused = self.refused_bytes
+        return refused is not None and self.committed_bytes + need_bytes > refused
+
+    def asked_drive(self) -> None:
+        """`free_bytes` is what the drive says now; see `held_bytes_max`."""
+        self._drive_bytes = self.used_bytes + self.free_bytes
 
     def excess_bytes(self, need_bytes: int, limit_bytes: int) -> int:
         """What is still to be evicted to stay below a limit, beside what is on its way out."""

@@ -104,6 +104,7 @@ def open_directory(
         if was_collecting:
             gc.enable()
     space.free_bytes = drive.free_bytes
+    space.asked_drive()
     ratio_bytes = int(FLOOR_RATIO * drive.total_bytes)
     space.floor_bytes = max(FLOOR_BYTES, ratio_bytes) if floor_bytes is None else floor_bytes
     logger.info(

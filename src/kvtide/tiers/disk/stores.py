@@ -12,6 +12,8 @@ Ownership: the node's owner thread.
 """
 
 import errno
+import logging
+import os
 from collections import Counter
 from collections.abc import Callable
 
@@ -26,7 +28,9 @@ from kvtide.tiers.disk.space import Space, store_reserve_bytes
 from kvtide.tiers.disk.workers import Workers
 from kvtide.tiers.kinds import Kind
 from kvtide.tiers.pending import Pending, PendingStores
-from kvtide.units import MiB
+from kvtide.units import MiB, format_bytes
+
+logger = logging.getLogger("kvtide.disk")
 
 PUT_MS_MAX = T_PUT_MS
 """A store that has waited for so long is dropped."""
@@ -37,6 +41,8 @@ WRITING_BYTES_MAX = 32 * MiB
 """Of these beyond the first: four of the largest calls, a fraction of a second on any drive."""
 WRITING_RATIO_MAX = 1 / 32
 """And so much of the cap: until it is measured, what is being written counts twice."""
+REFUSED_MS = 60_000
+"""So long after a write that found no room it is not tried whether there is more by now."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -45,6 +51,7 @@ class Stores:
 
     def __init__(
         self,
+        disk: str,
         catalog: LazyCatalog,
         space: Space,
         room: Room,
@@ -52,12 +59,15 @@ class Stores:
         end: Callable[[Stored], None],
         queue_bytes_max: int,
     ) -> None:
-        """`end` is told of each job that has ended."""
+        """`disk` is what warnings name it; `end` is told of each job that has ended."""
         self.outcomes: Counter[str] = Counter()
         self.stored_bytes = 0
         self.now_ms = 0
         self._pending = PendingStores()
+        self._refused_ms = 0
+        self._is_told = False
         self._early: list[Pending] = []  # those that the catalog was not asked about yet
+        self._disk = disk
         self._catalog = catalog
         self._space = space
         self._room = room
@@ -177,8 +187,9 @@ class Stores:
 
     # ---- written
 
-    def take(self, op: StoreOp, ended: Ended) -> None:
-        """What the writing thread says of one; whether the place works is for others to judge."""
+    def take(self, op: StoreOp, ended: Ended) -> bool:
+        """What the writing thread says of one; whether it tells how well the place works: that it
+        has room for less than was known does not."""
         pending = self._pending.written.pop(op)
         self._space.reserved_bytes -= op.reserve_bytes
         if ended.error is not None:
@@ -189,16 +200,44 @@ class Stores:
             active = self._space.active
             if ended.is_spoiled and active is not None and active.number == op.place.segment:
                 self._room.roll()
-            self._end_failed(pending, ended.error)
-            return
+            code = ended.error.errno if isinstance(ended.error, OSError) else None
+            self._end_failed(pending, is_full=code in _FULL)
+            return code not in _FULL or self._was_refused_again(op, code)
         if pending.is_doomed:
             self._room.give_back(op.place)
             self._end_pending(pending, StoreOutcome.NOT_ANCHORED)
-            return
-        self._appear(pending, op.place)
+        else:
+            self._appear(pending, op.place)
+        return True
 
-    def _end_failed(self, pending: Pending, error: Exception) -> None:
-        is_full = isinstance(error, OSError) and error.errno in _FULL
+    def _was_refused_again(self, op: StoreOp, code: int) -> bool:
+        """A write found no room, though more seemed to be free: our records make some, for so long
+        that a drive that others have filled, or a quota, is not tried with each store. Whether it
+        was begun after all that was known of that; of those that were begun together, one is."""
+        space = self._space
+        used, known = space.used_bytes, space.refused_bytes
+        if op.refusals != space.refusals:
+            return False
+        space.refusals += 1
+        space.refused_bytes = used if known is None else min(known, used)
+        self._refused_ms = self.now_ms
+        reason = f"errno {code} ({os.strerror(code)})"
+        self._tell(f"a write beyond {format_bytes(used)} was refused by {reason}")
+        return known is not None
+
+    def _tell(self, story: str) -> None:
+        """Once, that the cap is not what bounds the tier."""
+        if not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "%s: the drive has no room for the cap of %s: %s; what was used least makes"
+                " room for what is new, as far as need be",
+                self._disk,
+                format_bytes(self._space.bytes_max),
+                story,
+            )
+
+    def _end_failed(self, pending: Pending, *, is_full: bool) -> None:
         outcome = StoreOutcome.NO_ROOM if is_full else StoreOutcome.FAILED
         if pending.is_doomed:
             outcome = StoreOutcome.NOT_ANCHORED
@@ -234,30 +273,43 @@ class Stores:
         if active and active.end_bytes and active.end_bytes + length > space.segment_bytes:
             self._room.roll()
         is_counted_twice = bool(self._pending.written)  # what is being written, until measured
-        if not space.is_above_floor(reserve) and is_counted_twice:
+        is_short = not space.is_above_floor(reserve) or space.was_refused(reserve)
+        if is_short and is_counted_twice:
             return False
-        if not space.is_above_floor(reserve) or not space.could_hold(reserve):
+        if not space.could_hold(reserve):
             self._drop([pending], StoreOutcome.NO_ROOM)
             return True
-        if not space.is_room_for(reserve):
-            will_be = self._room.evict(reserve, self._space.bytes_max)
-            if not will_be and not self._room.is_busy and not self._pending.written:
+        if is_short or not space.is_room_for(reserve):
+            will_be = self._make_room(reserve)
+            if will_be or self._room.is_busy or self._pending.written:
+                return False
+            if not space.is_room_for(reserve):
                 self._drop([pending], StoreOutcome.NO_ROOM)
                 return True
-            return False
         segment = space.active or space.begin()
         place = space.place(segment, state.kind, length, record.blocks)
         space.reserved_bytes += reserve
-        pending.op = StoreOp(pending.job, place, state.kind, pending.kind, reserve)
+        pending.op = StoreOp(pending.job, place, state.kind, pending.kind, reserve, space.refusals)
         self._pending.waiting.popleft()
         self._pending.written[pending.op] = pending
         self._workers.write(pending.op)
         return True
 
+    def _make_room(self, need_bytes: int) -> bool:
+        """Evict for a store; whether there will be room."""
+        space, before = self._space, self._room.evicted
+        will_be = self._room.evict(need_bytes, space.wanted_bytes_max)
+        if self._room.evicted > before and not space.is_above_floor(need_bytes):
+            free, floor = format_bytes(space.free_bytes), format_bytes(space.floor_bytes)
+            self._tell(f"{free} are free, and {floor} are left to others")
+        return will_be
+
     # ---- all at once
 
     def drop_old(self) -> None:
-        """Those that wait for too long end."""
+        """Those that wait for too long end; and what was refused is tried again."""
+        if self.now_ms - self._refused_ms >= REFUSED_MS:
+            self._space.refused_bytes = None
         old = self._pending.older_than(self.now_ms - PUT_MS_MAX)
         if old:
             self._drop(old, StoreOutcome.TOO_OLD)

@@ -37,7 +37,7 @@ from kvtide.tiers.base import (
 )
 from kvtide.tiers.breaker import Breaker
 from kvtide.tiers.disk import recency, start
-from kvtide.tiers.disk.catalog import Match
+from kvtide.tiers.disk.catalog import Match, Place
 from kvtide.tiers.disk.cleared import CLEARS_MAX, Clears
 from kvtide.tiers.disk.directory import Directory
 from kvtide.tiers.disk.intake import LazyCatalog
@@ -56,6 +56,7 @@ from kvtide.tiers.disk.ops import (
 from kvtide.tiers.disk.room import WATERMARK_RATIO, Room
 from kvtide.tiers.disk.space import Space
 from kvtide.tiers.disk.stores import Stores
+from kvtide.tiers.disk.unreadable import Unreadable
 from kvtide.tiers.disk.workers import LOAD_THREADS, Workers
 from kvtide.tiers.files import Files, SystemFiles
 from kvtide.tiers.hung import Hung
@@ -117,6 +118,7 @@ class DiskTier:
         self._loaded_bytes = 0
         self._is_closed = False
         self._loads: set[LoadOp] = set()
+        self._unreadable = Unreadable()
         self._catalog = LazyCatalog()
         self._space = Space(bytes_max, segment_bytes)
         self._directory = Directory(str(path.absolute()), files or SystemFiles(), sync)
@@ -124,17 +126,12 @@ class DiskTier:
         disk = f"disk {self._directory.path}"
         self._reads = Breaker("reads", disk, logger)
         self._writes = Breaker("writes", disk, logger)
+        self._do_stores_fail = False  # the last one did
         self._workers = Workers(self._directory, wake)
         self._hung: Hung[LoadOp] = Hung(lambda _: T_LOAD_MS)
         self._room = Room(disk, self._catalog, self._space, self._workers)
-        self._stores = Stores(
-            self._catalog,
-            self._space,
-            self._room,
-            self._workers,
-            self._end,
-            queue_bytes_max,
-        )
+        parts = (self._catalog, self._space, self._room, self._workers)
+        self._stores = Stores(disk, *parts, self._end, queue_bytes_max)
         self._clears = Clears(self._workers)
         doomed = start.open_directory(
             self._directory, self._catalog, self._space, self._clears, floor_bytes
@@ -273,8 +270,7 @@ class DiskTier:
         if hung and self._reads.hung(T_LOAD_MS, self._now_ms):
             self._break_reads()
         if not self._are_all_hung and self._reads.wants_probe(self._now_ms):
-            row = next(iter(self._catalog.index.values()), None)
-            place = None if row is None else self._catalog.place(row)
+            place = self._place_to_probe()
             self._workers.write(ReadProbeOp(place, self._space.ours()))
         if not (self._writes.is_open or self._is_measuring) and (
             self._now_ms - self._measured_ms >= MEASURE_MS
@@ -283,6 +279,12 @@ class DiskTier:
             self._measured_ms = self._now_ms
             self._workers.write(MeasureOp())
         self._pump()
+
+    def _place_to_probe(self) -> Place | None:
+        """Of a record that could be read, as far as is known; None: there is none."""
+        keys, suspects = self._catalog.index.items(), self._unreadable.suspects
+        row = next((row for key, row in keys if key not in suspects), None)
+        return None if row is None else self._catalog.place(row)
 
     def _take_results(self) -> None:
         while self._workers.results:
@@ -297,29 +299,32 @@ class DiskTier:
                 self._take_load(op, ended)
             case StoreOp() as op:
                 self._space.measured(op.place.segment, ended.allocated)
-                self._stores.take(op, ended)
-                self._judge_write(ended.error)
+                if self._stores.take(op, ended):
+                    self._judge_write(ended)
             case FreeOp() | UnlinkOp() as op:
                 self._space.measured(op.segment, ended.allocated)
                 self._room.ended(ended)
-                self._judge_write(ended.error)
+                self._judge_write(ended)
             case SealOp() as op:
                 self._space.measured(op.segment, ended.allocated)
                 self._room.sealed(ended)
             case ClearOp():
                 self._clears.ended(ended)
-                self._judge_write(ended.error)
+                self._judge_write(ended)
             case MeasureOp():
                 self._is_measuring = False
+                self._space.asked_drive()
                 self._clears.forget(self._space.segments)
             case ProbeOp():
                 self._look_at_directory()
                 self._writes.probed(ended.error, self._now_ms)
-            case ReadProbeOp():
+            case ReadProbeOp() as op:
                 self._look_at_directory()
                 error = ended.error
                 if error is None and self._are_all_hung:
                     error = OSError(errno.ETIMEDOUT, "loads have not come back")
+                if error is None and op.place is not None:
+                    self._unreadable.was_read(None)
                 self._reads.probed(error, self._now_ms)
 
     @property
@@ -333,8 +338,9 @@ class DiskTier:
         self._hung.ended(op)
         self._catalog.let_go(record.key)
         outcome = LoadOutcome.LOADED
-        if isinstance(ended.error, CorruptRecord):
-            logger.warning("disk %s: %s; the record is removed", self.path, ended.error)
+        error = self._unreadable.judged(op, ended.error)
+        if isinstance(error, CorruptRecord):
+            logger.warning("disk %s: %s; the record is removed", self.path, error)
             outcome = LoadOutcome.CORRUPT
         elif ended.is_lost:
             outcome = LoadOutcome.ABSENT
@@ -345,6 +351,8 @@ class DiskTier:
             if row is not None and self._catalog.place(row) == op.place:
                 self._room.take_away(row)
         self._room.end_load(op.place)
+        if outcome is LoadOutcome.LOADED:
+            self._unreadable.was_read(record.key)
         if outcome is LoadOutcome.FAILED:
             assert ended.error is not None
             if self._reads.failed(ended.error, self._now_ms):
@@ -357,10 +365,16 @@ class DiskTier:
 
     # ---- when the place fails
 
-    def _judge_write(self, error: Exception | None) -> None:
-        if error is None:
-            self._writes.succeeded()
-        elif self._writes.failed(error, self._now_ms):
+    def _judge_write(self, ended: Ended) -> None:
+        """Where stores fail, that something can still be removed says nothing of them."""
+        is_store = isinstance(ended.op, StoreOp)
+        if ended.error is None:
+            self._do_stores_fail = self._do_stores_fail and not is_store
+            if not self._do_stores_fail:
+                self._writes.succeeded()
+            return
+        self._do_stores_fail = self._do_stores_fail or is_store
+        if self._writes.failed(ended.error, self._now_ms):
             self._room.roll()
             self._stores.take_back(StoreOutcome.BROKEN)
 

@@ -14,6 +14,7 @@ from kvtide.core import messages as m
 from kvtide.core.reasons import Off, OffReason
 from kvtide.engines.vllm import lookups as lookups_side
 from kvtide.engines.vllm.metadata import LoadJob, StepPlan
+from kvtide.engines.vllm.worker import PREFILL_TOKENS_MIN
 from kvtide.testing.vllm_toy import ToyEngine, ToyOptions
 from tests.engines.vllm.connector.toys import (
     Toys,
@@ -304,3 +305,18 @@ def test_each_reason_for_being_off_is_said(alone: Toys) -> None:
             f"the node shows {reason}",
             lambda reason=reason: str(reason) in str(alone.node.status()["engines"]),
         )
+
+
+def test_what_a_forward_takes_is_told_to_the_node(alone: Toys) -> None:
+    """It weighs loads against computing by that; small steps say nothing of it."""
+    engine = alone.start(OPTIONS)
+    (side,) = workers_of(engine)
+    side.close(1.0)  # nobody takes its counts any more
+    side.counters.take()
+    for count in (PREFILL_TOKENS_MIN - 1, PREFILL_TOKENS_MIN, 1_000):
+        side.handle_preemptions(StepPlan(token_count=count))
+        side._forward_began_s -= 0.01
+        side.start_loads(StepPlan(token_count=count))
+    counts = side.counters.take()
+    assert counts["prefill_tokens"] == PREFILL_TOKENS_MIN + 1_000
+    assert counts["prefill_us"] >= 20_000

@@ -1,0 +1,120 @@
+"""A place that opens after its node serves: nothing until then, and all that it has afterwards."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtide import config
+from kvtide.node import build
+from kvtide.node import late as lates
+from kvtide.testing.tier_drive import DrivenTier
+from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
+from kvtide.tiers.base import LoadOutcome, StoreOutcome
+from kvtide.tiers.disk import opening
+from kvtide.tiers.disk.tier import DiskTier
+from kvtide.units import MiB
+from tests.tiers.disk_place import keep, tails
+
+SALTED = [
+    chain_of(root_of(salt=str(number)), layout_of(4096), text(number, 1))[0] for number in range(4)
+]
+
+
+@pytest.fixture
+def may_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Set, it lets disks be opened, for which nobody waits."""
+    event = threading.Event()
+
+    def slow(*arguments: Any, **options: Any) -> DiskTier:
+        assert event.wait(60)
+        return DiskTier(*arguments, **options, floor_bytes=0)
+
+    monkeypatch.setattr(opening, "DiskTier", slow)
+    monkeypatch.setattr(build, "OPEN_S_MAX", 0.0)
+    yield event
+    event.set()
+
+
+def late_disk(kv: Path) -> DrivenTier:
+    """What a node has of a disk that is still being opened."""
+    given = {"KVTIDE_DISK_PATH": str(kv), "KVTIDE_DISK_BYTES_MAX": "64MiB"}
+    woken = threading.Event()
+    node = config.read(environ=given).node
+    [one] = build.open_tiers(node, 64 * MiB, build.Way.LAUNCHED, woken.set)
+    assert one.plan.name == one.tier.name == "disk"
+    tier = DrivenTier(one.tier, woken, 30)
+    tier.pass_time(1_000)
+    return tier
+
+
+def open_now(tier: DrivenTier, may_open: threading.Event) -> None:
+    """It has opened; nobody asks meanwhile."""
+    may_open.set()
+    while tier.tier.statistics().state == "being opened":
+        assert tier._woken.wait(30), "nobody is told that it is open"
+        tier.poll()
+
+
+def test_what_a_disk_holds_is_found_once_it_has_opened(
+    tmp_path: Path, may_open: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvtide.node")
+    keep(tmp_path / "kv", tails(4))
+    tier = late_disk(tmp_path / "kv")
+    assert not tier.is_there(tails(1)[0])
+    assert tier.load(tails(1)[0]) is LoadOutcome.ABSENT
+    assert tier.store(tails(1, first=50)) == [StoreOutcome.BROKEN]
+    open_now(tier, may_open)
+    assert "the tier disk is open" in caplog.text
+    assert tier.tier.statistics().state == "on"
+    assert {tier.load(record) for record in tails(4)} == {LoadOutcome.LOADED}
+    tier.keep(tails(1, first=50))
+    tier.close(30)
+    tier.check_quiet()
+
+
+@pytest.mark.parametrize("clears_max", [lates.CLEARS_MAX, 1])
+def test_what_was_cleared_meanwhile_is_not_found(
+    tmp_path: Path, may_open: threading.Event, monkeypatch: pytest.MonkeyPatch, clears_max: int
+) -> None:
+    """The place did not hear of it; of more clears than are remembered all is cleared."""
+    monkeypatch.setattr(lates, "CLEARS_MAX", clears_max)
+    keep(tmp_path / "kv", SALTED)
+    tier = late_disk(tmp_path / "kv")
+    for record in SALTED[:2]:
+        assert tier.tier.clear(record.root.salt_digest) == 0
+    open_now(tier, may_open)
+    held = [tier.is_there(record) for record in SALTED]
+    assert held == [False, False, *[clears_max > 1] * 2]
+    assert tier.tier.clear(SALTED[3].root.salt_digest) == held[3]
+    tier.close(30)
+
+
+def test_a_node_that_ends_before_leaves_the_place_closed(
+    tmp_path: Path, may_open: threading.Event
+) -> None:
+    tier = late_disk(tmp_path / "kv")
+    tier.close(1)
+    may_open.set()
+    [thread] = [one for one in threading.enumerate() if one.name == "kvtide-open"]
+    thread.join(30)
+    DiskTier(tmp_path / "kv", 64 * MiB, lambda: None).close(30)  # nobody has it
+
+
+def test_a_place_that_cannot_be_opened_late_says_why(
+    tmp_path: Path, may_open: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once; the node goes on without it."""
+    other = DiskTier(tmp_path / "kv", 64 * MiB, lambda: None)
+    tier = late_disk(tmp_path / "kv")
+    open_now(tier, may_open)
+    assert "one node may use it" in tier.tier.statistics().state
+    tier.pass_time(60_000)
+    assert not tier.is_there(tails(1)[0])
+    assert caplog.text.count("goes without the tier disk") == 1
+    tier.close(30)
+    other.close(30)

@@ -1,0 +1,181 @@
+"""A drive that has less than the cap: others fill it, or a quota ends before.
+
+Our own records make room for new ones: as far as need be, a portion at a time, with one line.
+"""
+
+import errno
+import logging
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from kvtide.core.records import Record
+from kvtide.testing.faulty_files import Call, FaultyFiles
+from kvtide.testing.tier_drive import DrivenTier
+from kvtide.testing.tier_records import chain_of, layout_of, text
+from kvtide.tiers.base import StoreOutcome
+from kvtide.tiers.disk.stores import REFUSED_MS
+from kvtide.tiers.files import FreeSpace
+from kvtide.units import GiB, KiB, MiB
+from tests.tiers.disk_place import ROOT, bytes_taken, disk_of, driven, files_of, open_disk, settle
+
+LAYOUT = layout_of(16 * KiB)
+CAP, FLOOR = 64 * MiB, 4 * MiB
+PORTION = CAP // 64
+
+
+@pytest.fixture
+def kv(tmp_path: Path) -> Path:
+    """Where the tier is."""
+    return tmp_path / "kv"
+
+
+def chunks(count: int, first: int = 0) -> list[Record]:
+    return [chain_of(ROOT, LAYOUT, text(number, 4))[0] for number in range(first, first + count)]
+
+
+def ask_drive(tier: DrivenTier) -> None:
+    """A second passes."""
+    disk = disk_of(tier)
+    tier.pass_time(1_000)
+    while disk._is_measuring:
+        tier.poll_for(0.05)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+def test_a_cap_larger_than_the_drive_evicts_and_keeps_the_floor(
+    kv: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is new is stored, all the time, as at a cap; the floor is never touched."""
+    files = FaultyFiles()
+    files.fill_after(FLOOR + 4 * MiB)
+    with driven(kv, CAP, files=files, floor_bytes=FLOOR) as tier:
+        for record in chunks(300):  # 20 MiB
+            job = tier.submit_store(record)
+            while not tier.has_ended(job):
+                tier.poll_for(0.2)
+                assert files.free_space(str(kv)).free_bytes >= FLOOR
+            assert tier.stored(job) is StoreOutcome.STORED
+        numbers = tier.tier.statistics()
+        assert numbers.state == "on"
+        assert numbers.bytes_used > 2 * MiB, "no more is evicted than need be"
+        assert tier.is_there(chunks(1, first=299)[0])
+        disk_of(tier).check_integrity()
+        [line] = lines(caplog)
+        assert str(kv) in line
+        assert "64 MiB" in line
+        assert "4 MiB are left to others" in line
+        tier.close(30)
+        assert files.free_space(str(kv)).free_bytes >= FLOOR
+
+
+def test_others_that_fill_the_drive_get_what_keeps_the_floor_and_no_more(kv: Path) -> None:
+    """And nothing goes before a store asks for room, nor where it would not be enough."""
+    with driven(kv, CAP, floor_bytes=FLOOR) as tier:
+        files = files_of(disk_of(tier))
+        tier.keep(chunks(100))
+        before = tier.tier.statistics()
+        files.fill_after(FLOOR - MiB)
+        for _ in range(3):
+            ask_drive(tier)
+        assert tier.tier.statistics().evicted == 0, "nobody asks for room"
+        tier.keep(chunks(1, first=200))
+        assert files.free_space(str(kv)).free_bytes >= FLOOR
+        gone_bytes = before.bytes_used - tier.tier.statistics().bytes_used
+        assert gone_bytes < MiB + 2 * PORTION
+        evicted = tier.tier.statistics().evicted
+        files.fill_after(0)
+        disk_of(tier)._space.floor_bytes = GiB  # more than all of ours would give
+        ask_drive(tier)
+        assert tier.store(chunks(2, first=300)) == [StoreOutcome.NO_ROOM] * 2
+        assert tier.tier.statistics().evicted == evicted
+
+
+class Late(FaultyFiles):
+    """Gives space back with a commit that does not come, as Btrfs for half a minute."""
+
+    free_bytes = 0
+
+    def free_space(self, directory: str) -> FreeSpace:
+        return FreeSpace(self.free_bytes, 128 * MiB)
+
+
+def test_a_drive_that_gives_space_back_late_costs_a_portion_a_second(kv: Path) -> None:
+    """Not all that there is, at once, for room that would come by itself."""
+    files = Late()
+    files.free_bytes = 64 * MiB
+    with driven(kv, CAP, files=files, floor_bytes=FLOOR) as tier:
+        tier.keep(chunks(200))
+        files.free_bytes = FLOOR
+        ask_drive(tier)
+        job = tier.submit_store(chunks(1, first=500)[0])
+        for second in range(4):
+            before = tier.tier.statistics().bytes_used
+            for _ in range(20):
+                settle(tier)
+                tier.poll()
+            gone_bytes = before - tier.tier.statistics().bytes_used
+            assert 0 < gone_bytes < 2 * PORTION, second
+            ask_drive(tier)
+        assert not tier.has_ended(job)
+        files.free_bytes = 64 * MiB
+        ask_drive(tier)
+        assert tier.stored(job) is StoreOutcome.STORED
+
+
+@pytest.mark.parametrize("code", [errno.EDQUOT, errno.ENOSPC])
+def test_a_quota_below_the_cap_evicts(
+    kv: Path, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the drive says to be free is not ours. One store finds out, a minute later another."""
+    files = FaultyFiles()
+    with driven(kv, CAP, files=files) as tier:
+        files.fill_after(4 * MiB, code, is_told=False)
+        outcomes = Counter(tier.store(chunks(200)))
+        assert outcomes == {StoreOutcome.STORED: 199, StoreOutcome.NO_ROOM: 1}
+        assert tier.tier.statistics().bytes_used > 2 * MiB, "no more is evicted than need be"
+        assert tier.is_there(chunks(1, first=199)[0])
+        [line] = lines(caplog)
+        assert f"errno {code}" in line
+        tier.pass_time(REFUSED_MS)
+        outcomes = Counter(tier.store(chunks(200, first=200)))
+        assert outcomes == {StoreOutcome.STORED: 199, StoreOutcome.NO_ROOM: 1}
+        assert len(lines(caplog)) == 1
+        assert tier.tier.statistics().state == "on"
+        files.heal()
+        tier.pass_time(REFUSED_MS)
+        evicted = tier.tier.statistics().evicted
+        tier.keep(chunks(100, first=400))
+        assert tier.tier.statistics().evicted == evicted, "it is not kept small for ever"
+        disk_of(tier).check_integrity()
+
+
+def test_a_drive_that_takes_nothing_costs_few_records_before_it_is_left_alone(kv: Path) -> None:
+    """Others took all there was, and what we give up too: a portion for each try."""
+    files = FaultyFiles()
+    with driven(kv, CAP, files=files) as tier:
+        tier.keep(chunks(400))
+        held = tier.tier.statistics().bytes_used
+        files.fail(Call.WRITE, errno.ENOSPC, path_part=".segment")
+        outcomes = tier.store(chunks(40, first=500))
+        assert outcomes[-1] is StoreOutcome.BROKEN
+        assert outcomes.count(StoreOutcome.NO_ROOM) == 6
+        assert held - tier.tier.statistics().bytes_used < 6 * 2 * PORTION
+        files.heal()
+
+
+def test_the_hint_of_what_was_used_does_not_touch_the_floor(kv: Path) -> None:
+    """It is written at the end, where there is room."""
+    tier = open_disk(kv, bytes_max=CAP, floor_bytes=FLOOR)
+    files_of(tier).fill_after(FLOOR)
+    tier.tick(1_000)
+    while tier._is_measuring:
+        assert tier._workers.wait_result(30)
+        tier.poll()
+    tier.close(30)
+    assert files_of(tier).calls[Call.RENAME] == 0
+    assert bytes_taken(kv) <= 8 * KiB

@@ -1,0 +1,110 @@
+"""A spot that the drive cannot read any more costs the record on it, and nothing else."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from kvtide.testing.faulty_files import Call
+from kvtide.testing.tier_drive import DrivenTier
+from kvtide.testing.tier_records import chain_of, layout_of, text
+from kvtide.tiers.base import LoadOutcome, StoreOutcome
+from kvtide.tiers.breaker import FAILURES_MAX
+from kvtide.tiers.disk import unreadable
+from kvtide.units import KiB
+from tests.tiers.disk_place import ROOT, assert_holds, disk_of, driven, files_of, settle
+
+CHUNKS = [chain_of(ROOT, layout_of(64 * KiB), text(number, 4))[0] for number in range(8)]
+BAD, *GOOD = CHUNKS
+
+
+def load_badly(tier: DrivenTier) -> LoadOutcome:
+    """Load the bad one: its pages cannot be read, but for the first, as a probe does."""
+    files_of(disk_of(tier)).fail(Call.READ, errno.EIO, path_part=".segment", bytes_over=4 * KiB)
+    outcome = tier.load(BAD)
+    files_of(disk_of(tier)).heal()
+    return outcome
+
+
+def test_a_record_that_cannot_be_read_is_removed_and_can_be_stored_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Twice in a row, while others can: it would be in the way of what is computed anew."""
+    with driven(tmp_path / "kv") as tier:
+        tier.keep(CHUNKS)
+        assert load_badly(tier) is LoadOutcome.FAILED
+        assert tier.load(GOOD[0]) is LoadOutcome.LOADED
+        assert not caplog.records
+        assert load_badly(tier) is LoadOutcome.CORRUPT
+        [line] = [one.getMessage() for one in caplog.records]
+        assert f"errno {errno.EIO}" in line
+        assert "the record is removed" in line
+        assert tier.tier.statistics().loaded["corrupt"] == 1
+        assert not tier.is_there(BAD)
+        settle(tier)
+        assert tier.store([BAD]) == [StoreOutcome.STORED]
+        assert_holds(tier, CHUNKS, [])
+
+
+def test_a_record_that_is_read_in_between_stays(tmp_path: Path) -> None:
+    with driven(tmp_path / "kv") as tier:
+        tier.keep(CHUNKS)
+        for _ in range(3):
+            assert load_badly(tier) is LoadOutcome.FAILED
+            assert tier.load(GOOD[0]) is LoadOutcome.LOADED
+            assert tier.load(BAD) is LoadOutcome.LOADED
+        assert_holds(tier, CHUNKS, [])
+
+
+def test_a_place_that_fails_loses_no_record(tmp_path: Path) -> None:
+    """Each is asked for again and again; then all is well, and all are there."""
+    with driven(tmp_path / "kv") as tier:
+        tier.keep(CHUNKS)
+        files_of(disk_of(tier)).fail_all(errno.EIO)
+        for _ in range(4):
+            for record in CHUNKS:
+                assert tier.load(record) in (LoadOutcome.FAILED, LoadOutcome.BROKEN)
+            tier.pass_time(60_000)
+            assert disk_of(tier)._workers.wait_result(30)
+            tier.poll()
+        files_of(disk_of(tier)).heal()
+        while tier.tier.statistics().state != "on":
+            tier.pass_time(60_000)
+            tier.poll_for(0.05)
+        assert_holds(tier, CHUNKS, [])
+
+
+def test_what_is_asked_for_alone_is_judged_by_a_probe_of_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody else asks; the breaker would be opened by one record for ever."""
+    with driven(tmp_path / "kv") as tier:
+        tier.keep(CHUNKS)
+        assert [load_badly(tier) for _ in range(FAILURES_MAX)] == [LoadOutcome.FAILED] * 5
+        assert tier.tier.statistics().state != "on"
+        tier.pass_time(1_000)
+        while tier.tier.statistics().state != "on":
+            tier.poll_for(0.05)
+        assert load_badly(tier) is LoadOutcome.CORRUPT
+        assert_holds(tier, GOOD, [BAD])
+        assert len(caplog.records) == 3, "reads stop, the record is removed, reads work again"
+
+
+def test_a_probe_reads_no_record_that_could_not_be_read(tmp_path: Path) -> None:
+    """The drive is well but for that one, which happens to be the first."""
+    with driven(tmp_path / "kv") as tier:
+        tier.keep(CHUNKS)
+        disk = disk_of(tier)
+        load_badly(tier)
+        assert disk._place_to_probe() == disk._catalog.place(disk._catalog.index[GOOD[0].key])
+
+
+def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unreadable, "SUSPECTS_MAX", 3)
+    with driven(tmp_path / "kv") as tier:
+        tier.keep(CHUNKS)
+        remembered = disk_of(tier)._unreadable
+        for record in CHUNKS[:4]:
+            files_of(disk_of(tier)).fail(Call.READ, errno.EIO, count=1)
+            assert tier.load(record) is LoadOutcome.FAILED
+        assert [one.key in remembered.suspects for one in CHUNKS[:4]] == [False, True, True, True]
