@@ -221,7 +221,6 @@ class Client:
                 stderr=subprocess.DEVNULL,  # it tells of each miss; what matters comes as codes
                 env=ENVIRONMENT | dict(os.environ),
                 pass_fds=descriptors,
-                cwd="/",
                 start_new_session=True,
             )
         except OSError:
