@@ -7,8 +7,8 @@ changes it for both. Two turns of a round are opted out: their mean is what kvti
 with, and one against the other is the noise floor.
 
 An engine without kvtide takes its turn in the first rounds, and is shown. It decides nothing: two
-engines of one kind differ for life, by a fifth and more in prefill on the machine this was written
-on (likely by where their memory lies), which no number of rounds takes away. What every step costs
+engines of one kind differ for life, by a fifth and more in prefill on two cores of an AMD EPYC
+(likely by where their memory lies), which no number of rounds takes away. What every step costs
 besides, hit or not, is the time inside the hooks, which an engine of its own measures.
 
 Before that kvtide's host tier is filled: memory that is allocated and mapped for the first time is
@@ -62,7 +62,7 @@ class Size:
     hook_steps: int  # of the engine whose hooks are timed
 
 
-FULL = Size(fill_prompts=FILL_PROMPTS, rounds=24, attempts=5, hook_steps=HOOK_STEPS_MIN)
+FULL = Size(fill_prompts=FILL_PROMPTS, rounds=24, attempts=9, hook_steps=HOOK_STEPS_MIN)
 QUICK = Size(fill_prompts=0, rounds=3, attempts=1, hook_steps=200)
 WARM_UP_ROUNDS = 2
 

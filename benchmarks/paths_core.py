@@ -119,9 +119,7 @@ class Node:
         self.root = self.draw.randbytes(keys.KEY_BYTES)
         self.chains: list[bytes] = []
         version, engine = m.WIRE_VERSION, "engine"
-        self.give(
-            Received(SCHEDULER, m.SchedulerHello(version, "0", engine, b"s", 1, "", 1, True, True))
-        )
+        self.give(Received(SCHEDULER, m.SchedulerHello(version, "0", engine, b"s", 1, "", 1)))
         self.give(
             Received(
                 WORKER,

@@ -99,6 +99,11 @@ class Screen:
         clear = "\r\033[K" if self._is_terminal else ""
         print(f"{clear}{text}", flush=True)
 
+    def end(self) -> None:
+        """From a signal's handler: `print` may be in use there, and would refuse."""
+        clear = "\r\033[K" if self._is_terminal else ""
+        os.write(sys.stdout.fileno(), f"{clear}ending engines and node …\n".encode())
+
     def tick(self, text: str) -> None:
         """Something goes on; nothing to see in a log."""
         if self._is_terminal:
@@ -247,21 +252,24 @@ def table(asked: Sequence[Asked]) -> tuple[str, bool]:
                 f"{document.title if stage is Stage.COLD else '':<15} {stage.value:<29} "
                 f"{one.answer.prompt_tokens:>7,} {one.kvtide_tokens:>7,} "
                 f"{one.answer.ttft_ms:>8,.0f} ms {cold.ttft_ms / one.answer.ttft_ms:>7.1f}×  "
-                f"{'' if stage is Stage.OWN else 'equal' if is_equal else 'differs'}"
+                f"{'' if stage in (Stage.COLD, Stage.OWN) else 'equal' if is_equal else 'differs'}"
             )
     return "\n".join(lines), is_good
 
 
 NOTE = """\
 The measure is the answer from the engine's own cache. One that was computed from the first token
-on may differ from it, with or without kvtide: bfloat16 rounds other batch shapes differently."""
+on may differ from it, with or without kvtide, since bfloat16 rounds other batch shapes
+differently: it is the base of the times alone."""
 
 
-def end_at_first_signal(*numbers: signal.Signals) -> None:
-    """The first one ends the demo in order; further ones do not disturb that."""
+def end_at_first_signal(screen: Screen, *numbers: signal.Signals) -> None:
+    """The first one ends the demo in order, and is answered at once; further ones do not disturb
+    that."""
 
     def end(number: int, frame: object) -> None:
         ignore(*numbers)
+        screen.end()
         raise KeyboardInterrupt
 
     for each in numbers:
@@ -276,8 +284,8 @@ def ignore(*numbers: signal.Signals) -> None:
 
 def main() -> int:
     """Run, show the table, and leave nothing behind but, after a failure, the logs."""
-    end_at_first_signal(*SIGNALS)
     screen = Screen()
+    end_at_first_signal(screen, *SIGNALS)
     directory = Path(tempfile.mkdtemp(prefix="kvtide-demo-"))
     demo = Demo(directory, screen)
     code = 1

@@ -1,8 +1,8 @@
 """Settings: three places, one table, and no setting that is silently ignored."""
 
 import dataclasses
-import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +11,6 @@ import pytest
 
 from kvtide import config
 from kvtide.config import Config
-from kvtide.core.checks import TEXT_CHARS_MAX
 from kvtide.errors import ConfigError
 from kvtide.settings import EngineConfig, NodeConfig
 from kvtide.units import GiB, MiB
@@ -182,6 +181,49 @@ def test_an_unusable_value_is_refused_with_place_value_and_what_to_give(
     assert message.startswith(f"extra config kvtide.{name} sets {name} to ")
     assert message.endswith(f"give {key.accepts}")
     assert key.secret or repr(raw) in message
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "said"),
+    [
+        ("linger_s", "soon", "linger_s to 'soon': not a number of seconds; give seconds, 0 or"),
+        ("host_bytes", "lots", "host_bytes to 'lots': not a size; give `auto`, or a size such"),
+        ("disk_bytes_max", "9G", "disk_bytes_max to '9G': ambiguous; write GiB (binary) or GB"),
+    ],
+)
+def test_a_value_is_told_once_and_in_words_of_ours(
+    tmp_path: Path, name: str, raw: str, said: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=re.escape(f"KVTIDE_{name.upper()} sets {said}")
+    ) as caught:
+        read(tmp_path, **{f"KVTIDE_{name.upper()}": raw})
+    assert str(caught.value).count(raw) == 1
+
+
+def test_whoever_asks_gets_all_that_can_be_read_and_each_fault(tmp_path: Path) -> None:
+    faults: list[ConfigError] = []
+    (tmp_path / "kvtide.yaml").write_text("chunk_token: 32\nlinger_s: 7\ntiers:\n", "utf-8")
+    environ = {
+        "XDG_CONFIG_HOME": str(tmp_path),
+        "KVTIDE_HOST_BYTES": "lots",
+        "KVTIDE_LOAD_POLICY": "always",
+        "KVTIDE_HTTP_TOKEN": TOKEN,  # useless alone: but what it needs may be what is misspelt
+        "KVTIDE_QQQ": "1",
+    }
+    extra = {"kvtide.enabled": False, "kvtide.zzz": 1, "tiers": []}
+    found = config.read(extra, environ=environ, on_fault=faults.append)
+    sources = {one.name: one.source for one in found.effective() if one.source != "default"}
+    assert sources == {
+        "linger_s": f"{tmp_path}/kvtide.yaml, line 2",
+        "load_policy": "environment KVTIDE_LOAD_POLICY",
+        "http_token": "environment KVTIDE_HTTP_TOKEN",
+        "enabled": "extra config kvtide.enabled",
+    }
+    assert found.node.host_bytes is None, "as if it were not given"
+    told = "\n".join(str(fault) for fault in faults).splitlines()
+    wanted = ["chunk_token", "tiers", "QQQ", "zzz", "extra config tiers", "'lots'"]
+    assert [word in line for word, line in zip(wanted, told, strict=True)] == [True] * 6
 
 
 @pytest.mark.parametrize("key", config.KEYS, ids=lambda key: key.name)
@@ -365,133 +407,3 @@ def test_the_cache_directory_follows_the_desktop_rules() -> None:
     assert config.read(environ={**home, "XDG_CACHE_HOME": "c"}).cache_dir == Path(
         "/home/u/.cache/kvtide"
     )
-
-
-# ---- tiers
-
-DISK = {"type": "disk", "path": "/mnt/nvme", "bytes_max": "2TiB"}
-IN_SHORT = {
-    "KVTIDE_DISK_PATH": "/mnt/nvme",
-    "KVTIDE_DISK_BYTES_MAX": "2TiB",
-    "KVTIDE_DISK_WRITE": "through",
-    "KVTIDE_DISK_SYNC": "each",
-}
-
-
-def test_a_disk_is_given_in_short_or_as_a_tier(tmp_path: Path) -> None:
-    short = read(tmp_path, KVTIDE_DISK_PATH="/mnt/nvme", KVTIDE_DISK_BYTES_MAX="2TiB")
-    listed = read(tmp_path, "tiers:\n  - type: disk\n    path: /mnt/nvme\n    bytes_max: 2TiB\n")
-    by_variable = read(tmp_path / "none", KVTIDE_TIERS=json.dumps([DISK]))
-    (disk,) = short.node.places
-    options = {"path": Path("/mnt/nvme"), "bytes_max": 2 << 40, "sync": "sealed"}
-    assert (disk.type, disk.name, disk.write) == ("disk", "disk", "through")
-    assert disk.options == options
-    assert listed.node.places == by_variable.node.places == (disk,)
-
-
-@pytest.mark.parametrize("tiers", [[DISK], []])
-@pytest.mark.parametrize("name", IN_SHORT)
-def test_a_disk_that_is_given_twice_is_refused(
-    tmp_path: Path, tiers: list[dict[str, str]], name: str
-) -> None:
-    """In part too, or as one of no tiers at all: what is given is never left out."""
-    said = rf"KVTIDE_TIERS sets tiers, and .*{name} \w+, which is short for .* of an entry"
-    with pytest.raises(ConfigError, match=said):
-        read(tmp_path, KVTIDE_TIERS=json.dumps(tiers), **{name: IN_SHORT[name]})
-
-
-@pytest.mark.parametrize("name", IN_SHORT)
-def test_a_part_of_a_disk_is_refused(tmp_path: Path, name: str) -> None:
-    """And each goes with both that a disk needs."""
-    missing = "disk_bytes_max" if name == "KVTIDE_DISK_PATH" else "disk_path"
-    with pytest.raises(ConfigError, match=f"{name} sets .*, but {missing} is not set"):
-        read(tmp_path, **{name: IN_SHORT[name]})
-    places = ("KVTIDE_DISK_PATH", "KVTIDE_DISK_BYTES_MAX", name)
-    assert len(read(tmp_path, **{one: IN_SHORT[one] for one in places}).node.places) == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"type": "dsik"}, "no tier has the type 'dsik'; did you mean disk"),
-        ({"type": 7}, "an entry without a type, such as `type: disk`"),
-        ({"pth": "/mnt"}, "a tier of type disk has no 'pth'; did you mean path"),
-        ({"path": "nvme"}, "path 'nvme' of a tier of type disk: not an absolute path"),
-        ({"write": "back"}, "write 'back' of a tier of type disk"),
-        ({"name": "Fast disk"}, "name 'Fast disk' of a tier of type disk: not a word"),
-        ({"bytes_max": "1MiB"}, "too little to be of use"),
-        ({"sync": "always"}, "sync 'always' of a tier of type disk"),
-    ],
-)
-def test_a_tier_that_cannot_be_meant_is_refused(
-    tmp_path: Path, change: dict[str, str], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        read(tmp_path, KVTIDE_TIERS=json.dumps([DISK | change]))
-
-
-@pytest.mark.parametrize("text", ["disk", "{}", "[1]"])
-def test_what_is_no_list_of_tiers_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match="KVTIDE_TIERS sets tiers to"):
-        read(tmp_path, KVTIDE_TIERS=text)
-
-
-@pytest.mark.parametrize(
-    ("entry", "missing"), [({"type": "disk"}, "path and bytes_max"), ({"path": "/mnt"}, "a type")]
-)
-def test_a_tier_that_lacks_something_is_refused(
-    tmp_path: Path, entry: dict[str, str], missing: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"without {missing}"):
-        read(tmp_path, KVTIDE_TIERS=json.dumps([entry]))
-
-
-def test_several_tiers_stand_in_their_order_and_have_names_of_their_own(tmp_path: Path) -> None:
-    """Two of one type need a name; nine are too many."""
-    shared = {"type": "shared_dir", "path": "/mnt/all", "bytes_max": "1TiB", "write": "on_reuse"}
-    slow = DISK | {"name": "slow", "path": "/mnt/hdd"}
-    found = read(tmp_path, KVTIDE_TIERS=json.dumps([DISK, slow, shared])).node.places
-    assert [(one.type, one.name, one.write) for one in found] == [
-        ("disk", "disk", "through"),
-        ("disk", "slow", "through"),
-        ("shared_dir", "shared_dir", "on_reuse"),
-    ]
-    with pytest.raises(
-        ConfigError, match=r"two tiers are named 'disk'; give one of them a `name`"
-    ):
-        read(tmp_path, KVTIDE_TIERS=json.dumps([DISK, DISK]))
-    with pytest.raises(ConfigError, match="9 entries; 8 at most"):
-        read(tmp_path, KVTIDE_TIERS=json.dumps([DISK | {"name": f"n{n}"} for n in range(9)]))
-
-
-def test_long_tiers_are_shown_in_short(tmp_path: Path) -> None:
-    """Engines are told a node's settings, and take no text without end."""
-    entries = [DISK | {"name": f"n{n}", "path": "/" + "x" * 4000} for n in range(8)]
-    found = read(tmp_path, KVTIDE_TIERS=json.dumps(entries))
-    (shown,) = [one.value for one in found.effective() if one.name == "tiers"]
-    assert len(shown) < TEXT_CHARS_MAX
-    assert all(f"n{n} (disk)" in shown for n in range(8))
-
-
-def test_a_list_of_the_extra_config_reaches_a_node_that_is_started(tmp_path: Path) -> None:
-    """As a variable, so as JSON."""
-    found = read(tmp_path, extra={"kvtide.tiers": [DISK]})
-    again = read(tmp_path / "none", **found.node_environment)
-    assert again.node.places == found.node.places
-    assert len(found.node.places) == 1
-
-
-def test_tiers_are_shown_and_what_was_given_for_them_is_never_quoted(tmp_path: Path) -> None:
-    """An entry may hold a password."""
-    found = read(tmp_path, KVTIDE_TIERS=json.dumps([DISK | {"name": "fast"}]))
-    (shown,) = [one.value for one in found.effective() if one.name == "tiers"]
-    assert shown == "fast (disk): path /mnt/nvme, bytes_max 2 TiB (2199023255552 bytes)"
-    with pytest.raises(ConfigError) as raised:
-        read(tmp_path, KVTIDE_TIERS=json.dumps([DISK | {"pasword": TOKEN}]))
-    assert TOKEN not in str(raised.value)
-    assert TOKEN not in repr(found.node)
-
-
-def test_auto_is_a_disks_size(tmp_path: Path) -> None:
-    found = read(tmp_path, KVTIDE_DISK_PATH="/mnt/nvme", KVTIDE_DISK_BYTES_MAX="auto")
-    assert found.node.places[0].options["bytes_max"] == "auto"

@@ -29,18 +29,18 @@ def test_a_size_is_read_as_it_is_written(size: object, wanted: int) -> None:
 @pytest.mark.parametrize(
     ("size", "hint"),
     [
-        (-1, "is not a size"),
-        (True, "is not a size"),
-        (1.5, "is not a size"),
-        (None, "is not a size"),
-        ("", "is not a size"),
-        ("much", "is not a size"),
-        ("-1GiB", "is not a size"),
-        ("1e9", "is not a size"),
+        (-1, "^not a size"),
+        (True, "^not a size"),
+        (1.5, "^not a size"),
+        (None, "^not a size"),
+        ("", "^not a size"),
+        ("much", "^not a size"),
+        ("-1GiB", "^not a size"),
+        ("1e9", "^not a size"),
         ("16G", "GiB .binary. or GB .decimal."),
         ("16 GiBs", "is not a unit"),
         ("0.3B", "whole number"),
-        ("1٣GiB", "is not a size"),  # a digit, but not one of ours
+        ("1٣GiB", "^not a size"),  # a digit, but not one of ours
     ],
 )
 def test_what_is_not_a_size_is_refused_with_a_hint(size: object, hint: str) -> None:

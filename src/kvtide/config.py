@@ -31,6 +31,7 @@ from kvtide.settings import (
     NodeConfig,
     Owner,
 )
+from kvtide.values import WronglySet
 
 CONFIG_FILE = "KVTIDE_CONFIG_FILE"
 RUNTIME_DIR = "KVTIDE_RUNTIME_DIR"
@@ -98,24 +99,28 @@ class _Given:
     source: str
 
 
+def _refuse(fault: ConfigError) -> None:
+    raise fault
+
+
 def read(
-    extra: Mapping[str, object] | None = None, *, environ: Mapping[str, str] = os.environ
+    extra: Mapping[str, object] | None = None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    on_fault: Callable[[ConfigError], None] = _refuse,
 ) -> Config:
     """Read all places once.
 
     Args:
         extra: the connector's extra config; names that do not begin with kvtide are not ours.
         environ: the environment, unless a test says otherwise.
+        on_fault: gets each of the errors below, by default to raise it. Where it returns, what is
+            wrong is left out: such settings are for people to see, and for nothing to run by.
 
     Raises:
         ConfigError: a name is unknown, a value is unusable, or two settings contradict each other.
     """
-    last: dict[str, _Given] = {}
-    for given in (*_from_file(environ), *_from_environment(environ), *_from_extra(extra or {})):
-        last[given.key.name] = given
-    values = {key.name: key.default for key in KEYS}
-    values |= {name: _value(given) for name, given in last.items()}
-    _check_together(values, last)
+    last, values = _last_values(extra or {}, environ, on_fault)
     return Config(
         node=NodeConfig(**_owned(values, "node")),
         engine=EngineConfig(**_owned(values, "engine")),
@@ -134,9 +139,39 @@ def read(
         node_environment={
             given.key.variable: _as_text(given.raw)
             for given in _from_extra(extra or {})
-            if given.key.owner == "node"
+            if isinstance(given, _Given) and given.key.owner == "node"
         },
     )
+
+
+def _last_values(
+    extra: Mapping[str, object],
+    environ: Mapping[str, str],
+    on_fault: Callable[[ConfigError], None],
+) -> tuple[dict[str, _Given], dict[str, object]]:
+    """What each key that was given comes from, and the value of every key."""
+    last: dict[str, _Given] = {}
+    values = {key.name: key.default for key in KEYS}
+    faults: list[ConfigError] = []
+    for given in (*_from_file(environ), *_from_environment(environ), *_from_extra(extra)):
+        if isinstance(given, ConfigError):
+            faults.append(given)
+        else:
+            last[given.key.name] = given
+    for name, given in list(last.items()):
+        try:
+            values[name] = _value(given)
+        except ConfigError as error:
+            del last[name]
+            faults.append(error)
+    if not faults:  # else what seems to be missing may be what is wrong
+        try:
+            _check_together(values, last)
+        except ConfigError as error:
+            faults.append(error)
+    for fault in faults:
+        on_fault(fault)
+    return last, values
 
 
 def _check_together(values: Mapping[str, object], last: Mapping[str, _Given]) -> None:
@@ -173,6 +208,8 @@ def _owned(values: Mapping[str, Any], owner: Owner) -> dict[str, Any]:
 def _value(given: _Given) -> object:
     try:
         return given.key.parse(given.raw)
+    except WronglySet as error:
+        raise ConfigError(f"{given.source} sets {given.key.name} wrongly: {error}") from None
     except ValueError as error:
         # What is wrong with a secret may be told, what it is may not.
         raw = "a value" if given.key.secret else repr(given.raw)
@@ -181,11 +218,14 @@ def _value(given: _Given) -> object:
         ) from None
 
 
-def _known(name: str, *, source: str, written: Callable[[Key], str]) -> Key:
-    """The key of this name; `written` says how a key is written in that source."""
+def _given(
+    name: str, raw: object, *, of: str, source: str, written: Callable[[Key], str]
+) -> _Given | ConfigError:
+    """The key of this name with its value; `of` is what to call a name that nobody knows,
+    `written` says how a key is written in that source."""
     if name in _BY_NAME:
-        return _BY_NAME[name]
-    raise ConfigError(f"{source} is not a setting; {_nearest(name, written)}")
+        return _Given(_BY_NAME[name], raw, source)
+    return ConfigError(f"{of} is not a setting; {_nearest(name, written)}")
 
 
 def _nearest(name: str, written: Callable[[Key], str]) -> str:
@@ -195,20 +235,26 @@ def _nearest(name: str, written: Callable[[Key], str]) -> str:
     return "known are " + ", ".join(written(key) for key in KEYS)
 
 
-def _from_file(environ: Mapping[str, str]) -> Iterator[_Given]:
-    path = _config_file(environ)
-    if path is None:
+def _from_file(environ: Mapping[str, str]) -> Iterator[_Given | ConfigError]:
+    try:
+        path = _config_file(environ)
+        items = [] if path is None else _yaml_items(path)
+    except ConfigError as error:
+        yield error
         return
     seen: set[str] = set()
-    for name, raw, line in _yaml_items(path):
+    for name, raw, line in items:
         source = f"{path}, line {line}"
-        key = _known(name, source=f"{name!r} ({source})", written=lambda key: key.name)
+        of = f"{name!r} ({source})"
+        given = _given(name, raw, of=of, source=source, written=lambda key: key.name)
         if name in seen:
-            raise ConfigError(f"{source} sets {name} a second time; keep one of the two lines")
-        if raw is None:
-            raise ConfigError(f"{source} names {name} without a value; give {key.accepts}")
-        seen.add(name)
-        yield _Given(key, raw, source)
+            yield ConfigError(f"{source} sets {name} a second time; keep one of the two lines")
+        elif raw is None and isinstance(given, _Given):
+            accepts = given.key.accepts
+            yield ConfigError(f"{source} names {name} without a value; give {accepts}")
+        else:
+            seen.add(name)
+            yield given
 
 
 def _config_file(environ: Mapping[str, str]) -> Path | None:
@@ -263,7 +309,7 @@ def _yaml_items(path: Path) -> list[tuple[str, object, int]]:
         raise ConfigError(f"{path} holds a value that cannot be read; {hint}") from None
 
 
-def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
+def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given | ConfigError]:
     by_variable = {key.variable: key for key in KEYS}
     for variable, raw in environ.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in OTHER_VARIABLES:
@@ -274,23 +320,25 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
             known = [*by_variable, *OTHER_VARIABLES]
             near = difflib.get_close_matches(variable, known, n=1, cutoff=0.75)
             hint = f"did you mean {near[0]}?" if near else "known are " + ", ".join(known)
-            raise ConfigError(f"the environment's {variable} is not a setting; {hint}")
-        yield _Given(by_variable[variable], raw, f"environment {variable}")
+            yield ConfigError(f"the environment's {variable} is not a setting; {hint}")
+        else:
+            yield _Given(by_variable[variable], raw, f"environment {variable}")
 
 
-def _from_extra(extra: Mapping[str, object]) -> Iterator[_Given]:
+def _from_extra(extra: Mapping[str, object]) -> Iterator[_Given | ConfigError]:
     """The connector's extra config also carries other people's names: those are left alone."""
     for name, raw in extra.items():
         source = f"extra config {name}"
         if name in _BY_NAME:
-            raise ConfigError(f"{source} is not a setting; did you mean {EXTRA_PREFIX}{name}?")
-        if name.startswith(EXTRA_PREFIX) or name == EXTRA_PREFIX.rstrip("."):
-            key = _known(
+            yield ConfigError(f"{source} is not a setting; did you mean {EXTRA_PREFIX}{name}?")
+        elif name.startswith(EXTRA_PREFIX) or name == EXTRA_PREFIX.rstrip("."):
+            yield _given(
                 name.removeprefix(EXTRA_PREFIX),
+                raw,
+                of=source,
                 source=source,
                 written=lambda key: EXTRA_PREFIX + key.name,
             )
-            yield _Given(key, raw, source)
 
 
 def runtime_dir(environ: Mapping[str, str] = os.environ) -> Path:

@@ -45,3 +45,8 @@ def bare(error: Exception) -> Exception:
     does not collect cycles, would keep them for ever."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
+
+
+def reason_of(error: OSError) -> str:
+    """Why, for people: without a number, and without what the caller says itself."""
+    return error.strerror or str(error)

@@ -143,7 +143,10 @@ def _parsed(kind: str, given: Mapping[str, object], options: Sequence[Option]) -
             found[name] = by_name[name].parse(raw)
         except ValueError as error:
             said = "" if by_name[name].secret else f" {raw!r}"
-            raise ValueError(f"{name}{said} of a tier of type {kind}: {error}") from None
+            give = by_name[name].accepts
+            raise ValueError(
+                f"{name}{said} of a tier of type {kind}: {error}; give {give}"
+            ) from None
     name, write = str(found.pop("name") or kind), str(found.pop("write"))
     entry = TierEntry(kind, name, write, found, shown="")
     words = [f"{o.name} {o.shown(found[o.name])}" for o in options if found[o.name] != o.default]

@@ -12,7 +12,7 @@ from kvtide import mooncake_address, s3_address, tier_entries
 from kvtide.redis_address import parse_address
 from kvtide.tier_entries import Option, TierEntry
 from kvtide.units import MiB, parse_bytes
-from kvtide.values import one_of, show_bytes
+from kvtide.values import WronglySet, one_of, show_bytes
 
 BYTES_MIN = 64 * MiB  # a few chunks of a small model
 
@@ -24,6 +24,8 @@ DISK_SYNC = ("none", "sealed", "each")
 
 def parse_path(raw: object) -> Path:
     """An absolute path."""
+    if isinstance(raw, str) and "://" in raw:
+        raise ValueError("a URL, not a path")
     if not isinstance(raw, str) or not Path(raw).is_absolute():
         raise ValueError("not an absolute path")
     return Path(raw)
@@ -33,7 +35,7 @@ def parse_bytes_max(raw: object) -> int:
     """A size that is of use."""
     size = parse_bytes(raw)
     if size < BYTES_MIN:
-        raise ValueError(f"{size} bytes is too little to be of use; give at least 64MiB")
+        raise ValueError(f"{size} bytes is too little to be of use, at least 64MiB is wanted")
     return size
 
 
@@ -272,8 +274,18 @@ def parse_tiers(raw: object) -> tuple[TierEntry, ...]:
             raise ValueError("not a list in JSON") from None
     if not isinstance(raw, list):
         raise ValueError("not a list")  # noqa: TRY004 - as of all parsers
-    entries = [tier_entries.parse(one, BUILT_IN, tier_entries.installed) for one in raw]
-    return tier_entries.checked_together(entries)
+    entries = [_entry(number, one) for number, one in enumerate(raw, 1)]
+    try:
+        return tier_entries.checked_together(entries)
+    except ValueError as error:
+        raise WronglySet(str(error)) from None
+
+
+def _entry(number: int, raw: object) -> TierEntry:
+    try:
+        return tier_entries.parse(raw, BUILT_IN, tier_entries.installed)
+    except ValueError as error:
+        raise WronglySet(f"entry {number}: {error}") from None
 
 
 def disk_entry(path: Path, bytes_max: int | str, write: str, sync: str) -> TierEntry:

@@ -46,21 +46,21 @@ def parse_bytes(size: object) -> int:
     """Bytes from "16GiB", "16 GB", "4096" or 4096.
 
     Raises:
-        ValueError: says what is wrong and what to write instead.
+        ValueError: says what is wrong; the caller knows the value, and what it accepts.
     """
     is_text = isinstance(size, int | str) and not isinstance(size, bool)
     match = _SIZE.fullmatch(str(size).strip()) if is_text else None
     if match is None:
-        raise ValueError(f"{size!r} is not a size; write a number and a unit, such as 16GiB")
+        raise ValueError("not a size")
     unit = match["unit"].lower()
     if unit in ("k", "m", "g", "t"):
         either = f"{unit.upper()}iB (binary) or {unit.upper()}B (decimal)"
-        raise ValueError(f"{size!r} is ambiguous; write {either}")
+        raise ValueError(f"ambiguous; write {either}")
     if unit and unit not in _UNITS:
         raise ValueError(f"{match['unit']!r} is not a unit; use B, KiB, MiB, GiB, TiB, KB … TB")
     exact = Decimal(match["number"]) * _UNITS[unit or "b"]
     if exact != int(exact):
-        raise ValueError(f"{size!r} is not a whole number of bytes")
+        raise ValueError("not a whole number of bytes")
     return int(exact)
 
 

@@ -7,6 +7,7 @@ cannot be meant. `kvtide.config` adds which setting it is, and where it was give
 import ipaddress
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtide.units import KiB, MiB, format_bytes, parse_bytes
@@ -16,6 +17,10 @@ CHUNK_TOKENS_MIN, CHUNK_TOKENS_MAX = 16, 8192  # one block of the smallest engin
 CHUNK_TOKENS_DEFAULT = 256
 LOCALHOST = "localhost"
 TOKEN_LENGTH_MAX = KiB  # of an HTTP header
+
+
+class WronglySet(ValueError):
+    """What is wrong, where in the value, and what is accepted there: nothing is to be added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +55,10 @@ def parse_host_bytes(raw: object) -> int | None:
 
 def parse_seconds(raw: object) -> float:
     """A number of seconds, 0 or more."""
-    is_number = isinstance(raw, int | float | str) and not isinstance(raw, bool)
-    seconds = float(str(raw)) if is_number else math.nan
+    seconds = math.nan
+    if isinstance(raw, int | float | str) and not isinstance(raw, bool):
+        with suppress(ValueError):
+            seconds = float(raw)
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ValueError("not a number of seconds")
     return seconds

@@ -68,12 +68,9 @@ def test_help_is_there_at_once() -> None:
     assert min(taken_s) < HELP_S_MAX, taken_s
 
 
-@pytest.mark.parametrize("arguments", [["config", "show"], ["serve"]])
-def test_bad_settings_are_one_line(
-    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
+def test_bad_settings_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIDE_HOST_BITES", "1GiB")
-    assert "did you mean KVTIDE_HOST_BYTES?" in one_line(run(*arguments))
+    assert "did you mean KVTIDE_HOST_BYTES?" in one_line(run("serve"))
 
 
 @pytest.mark.parametrize("name", ["KVTIDE_HOST_BITES", "KVTIDE_CONFIG_FILE"])
@@ -129,8 +126,16 @@ def test_too_long_a_path_is_refused(
 @pytest.mark.parametrize("arguments", [["status"], ["status", "--json"], ["clear"]])
 def test_no_node_is_one_line(run: Run, arguments: list[str]) -> None:
     line = one_line(run(*arguments))
-    assert "no node of this version listens at" in line
-    assert "`kvtide serve`" in line
+    assert line.startswith("Error: no node is running in ")
+    assert line.endswith(". `kvtide serve`, or the next engine, starts one")
+
+
+def test_a_node_of_another_version_is_named_where_none_of_ours_is(
+    run: Run, runtime_dir: Path
+) -> None:
+    (runtime_dir / "node-0.sock").touch()
+    said = one_line(run("status"))
+    assert "no node of this version (there is node-0.sock) is running in" in said
 
 
 def test_commands_make_no_directory(
@@ -385,3 +390,22 @@ def test_config_without_a_node_shows_what_one_would_start_with(
         "source": "environment KVTIDE_LINGER_S",
         "default": "600",
     }
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_config_shows_what_can_be_read_and_then_what_cannot(
+    run: Run, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """It is asked by whoever looks for what is wrong."""
+    monkeypatch.setenv("KVTIDE_HOST_BITES", "1GiB")
+    monkeypatch.setenv("KVTIDE_LINGER_S", "soon")
+    monkeypatch.setenv("KVTIDE_LOAD_POLICY", "always")
+    result = run("config", "show", *options)
+    assert result.exit_code == 1
+    assert "environment KVTIDE_LOAD_POLICY" in result.stdout
+    first, second = result.stderr.splitlines()
+    assert first.startswith("Error: the environment's KVTIDE_HOST_BITES is not a setting")
+    assert second.startswith("Error: environment KVTIDE_LINGER_S sets linger_s to 'soon': not a")
+    if options:
+        told = [f"Error: {fault}" for fault in json.loads(result.stdout)["faults"]]
+        assert told == [first, second]

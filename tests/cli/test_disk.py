@@ -15,7 +15,7 @@ from kvtide.testing.fake_engine import FakeEngine, Loaded, make_tokens
 from kvtide.testing.node_process import NodeProcess
 from kvtide.tiers.disk.check import Checked
 from kvtide.units import KiB
-from tests.cli.runs import KVTIDE, Run
+from tests.cli.runs import KVTIDE, Run, one_line
 from tests.node.fixtures import StartNode
 from tests.node.test_engines import wait_status
 from tests.tiers.disk_place import flip, keep, payload_offset, tails
@@ -105,9 +105,30 @@ def test_a_directory_that_is_not_there_is_named(run: Run, tmp_path: Path) -> Non
     assert "none" in missing.stderr
 
 
-def test_an_empty_directory_has_no_records(run: Run, tmp_path: Path) -> None:
+def test_a_disk_without_records_has_none(run: Run, tmp_path: Path) -> None:
+    keep(tmp_path, [])
     assert run("disk", "show", str(tmp_path)).output.splitlines()[-1] == "no records"
     assert "0 records, all proven" in run("disk", "check", str(tmp_path)).output
+
+
+@pytest.mark.parametrize("command", [["show"], ["check"], ["check", "--repair"]])
+@pytest.mark.parametrize("holds", ["nothing", "others", "a shared directory"])
+def test_a_directory_of_something_else_is_no_disk_and_stays_as_it_is(
+    run: Run, tmp_path: Path, command: list[str], holds: str
+) -> None:
+    """Whoever has proven the wrong mount would believe that the data are well. Databases have a
+    file LOCK, too."""
+    path = tmp_path / "place"
+    path.mkdir(mode=0o700)
+    if holds == "others":
+        (path / "LOCK").touch()
+        (path / "000012.ldb").touch()
+    elif holds != "nothing":
+        assert run("tier", "test", str(path)).exit_code == 0
+    before = sorted(path.rglob("*"))
+    said = one_line(run("disk", *command, str(path)))
+    assert said.startswith(f"Error: no disk tier is in {path}; give the directory that")
+    assert sorted(path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("suffix", ["index", "segment"])

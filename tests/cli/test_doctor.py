@@ -3,6 +3,8 @@
 import datetime
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,12 +56,40 @@ def test_all_is_well_without_a_node(doctor: Doctor, runtime_dir: Path) -> None:
     assert result.exit_code == 0, result.output
     assert (
         line(result, "node")
-        == "ok    node         none is running; the first engine, or `kvtide serve`, starts one"
+        == f"ok    node         no node is running in {runtime_dir}. `kvtide serve`, or the next"
+        " engine, starts one"
     )
     assert f"{runtime_dir}, yours alone" in line(result, "directory")
     assert "of 107 bytes" in line(result, "socket path")
     assert "`auto` would take up to" in line(result, "memory")
     assert list(runtime_dir.iterdir()) == [], "it changes nothing"
+
+
+def test_the_engine_beside_the_command_is_looked_for_by_its_version(doctor: Doctor) -> None:
+    """And not imported: that would take seconds."""
+    said = line(doctor(), "vllm")
+    assert said.startswith("ok ")
+    assert said.endswith("a version that kvtide was tested with")
+    asked = "import sys, kvtide.cli.doctor; print({'torch', 'vllm'} & set(sys.modules))"
+    command = [sys.executable, "-c", asked]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("version", "is_any_version", "verdict", "said"),
+    [
+        (None, False, NOTE, f"none in {sys.prefix}"),
+        ("0.30.1", False, WRONG, "0.30.1 was not tested; 0.32 was: caching is off"),
+        ("0.30.1", True, NOTE, "on, because any_engine_version is set"),
+        ("0.32.9+cpu", False, OK, "0.32.9+cpu, a version that kvtide was tested with"),
+    ],
+)
+def test_what_becomes_of_a_version_of_the_engine_is_told(
+    version: str | None, is_any_version: bool, verdict: str, said: str
+) -> None:
+    found = examine.vllm(version, is_any_version=is_any_version)
+    assert (found.verdict, said in found.text) == (verdict, True), found
 
 
 def test_all_is_well_with_a_node(doctor: Doctor, running_node: NodeProcess) -> None:
@@ -125,7 +155,7 @@ def test_after_a_stop_nobody_is_told_that_a_running_engine_starts_a_node(
     for arguments in (["stop"], ["status"]):
         told = CliRunner().invoke(main, arguments).output
     for said in (told, line(doctor(), "node")):
-        assert "engines that ran then wait for the next" in said
+        assert "`kvtide serve`, or an engine that is started now, starts the next" in said
         assert "first engine" not in said
 
 
@@ -175,7 +205,7 @@ def test_socket_of_a_killed_node_is_wrong_until_the_next_starts(
     running_node.kill()
     result = doctor()
     assert result.exit_code == 1
-    assert "no node of this version listens" in line(result, "node")
+    assert "no node is running in" in line(result, "node")
 
 
 def test_node_of_another_version_is_a_note(

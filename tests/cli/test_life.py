@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import select
 import signal
 import socket
@@ -33,6 +34,8 @@ def test_stop_ends_the_node(run: Run, running_node: NodeProcess) -> None:
     assert result.exit_code == 0
     assert wait_dead(pid, 0)
     assert running_node.places.stopped.exists(), "engines that were not connected start none"
+    when = r"it was stopped on purpose at \d{4}-\d\d-\d\d \d\d:\d\d\. `kvtide serve`, or an engine"
+    assert re.search(when, one_line(run("status")))
     running_node.start()
     assert not running_node.places.stopped.exists(), "somebody has started one"
 

@@ -1,12 +1,14 @@
 """One engine that stands still: what it holds, and what others may still do."""
 
+import math
+
 import pytest
 
 from kvtide.core import instances
 from kvtide.core import messages as m
 from kvtide.core.effects import Close
 from kvtide.core.estimate import SAMPLES_MIN
-from kvtide.core.instances import GRANT_STEPS_MAX, GRANT_UNMEASURED_MS_MAX
+from kvtide.core.instances import GRANT_STEPS_MAX, GRANT_STEPS_MS_MAX
 from kvtide.core.lending import PUT_MS_MAX, QUEUE_RATIO_MAX
 from kvtide.core.reasons import DropReason, OffReason
 from tests.core.fake_tier import FakeTier
@@ -33,7 +35,7 @@ def test_a_silent_writers_chunk_may_be_stored_by_others_in_the_end(world: World)
     hung, lively = Engine(world, "hung").start(), Engine(world, "lively").start()
     grants = hung.offer(prompt(1)).grants
     assert lively.store(prompt(1, 2)).outcomes == [DropReason.IN_FLIGHT, ""]
-    world.tick(GRANT_UNMEASURED_MS_MAX - 1)
+    world.tick(PUT_MS_MAX + GRANT_STEPS_MS_MAX - 1)
     assert lively.store(prompt(1, 2)).outcomes == [DropReason.IN_FLIGHT, DropReason.IN_FLIGHT]
     world.tick(1)
     assert lively.store(prompt(1, 2)).outcomes == ["", ""]
@@ -61,6 +63,19 @@ def test_a_grant_lives_as_long_as_the_steps_of_its_engine_may_take(
     assert other.offer(prompt(2)).outcomes == [""]
     slow.stored(second)
     assert not other.blocks_held(prompt(2))
+
+
+def test_what_an_engine_says_of_its_steps_ends_nothing(world: World) -> None:
+    """Not even numbers of which no rate can be made."""
+    engine = Engine(world, step_tokens=1 << 62).start()
+    engine.say(m.Counts({"prefill_tokens": 1, "prefill_us": 1}))
+    prefill = engine.world.machine.instances["engine"].prefill
+    for _ in range(11_000):
+        prefill.add(0, 1e9)
+    assert prefill.ms_for(engine.step_tokens) == math.inf
+    engine.offer(prompt(1))
+    world.tick(PUT_MS_MAX + GRANT_STEPS_MS_MAX)
+    assert engine.offer(prompt(1)).outcomes == [""], "the grant was given up"
 
 
 def test_what_was_stored_behind_is_charged_until_it_can_be_found(world: World) -> None:

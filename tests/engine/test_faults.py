@@ -123,8 +123,7 @@ def test_a_node_that_stands_still_costs_a_moment_and_no_answer(
         asked = ttfts_ms(served, "asked", at_once=BREAKER_QUESTIONS)
         unasked = ttfts_ms(served, "unasked", at_once=1)
         assert known.is_right(ask(served, known.tokens))
-    assert min(asked) >= T_ANSWER_MS, asked
-    assert statistics.median(asked) <= usual_at_once + ANSWER_MS_MAX, (usual_at_once, asked)
+    assert T_ANSWER_MS <= min(asked) <= usual_at_once + ANSWER_MS_MAX, (usual_at_once, asked)
     assert min(unasked) < usual + T_ANSWER_MS, (usual, unasked)
     wait_until("hits resume", lambda: known.hits(served), T_HEAL_S)
     counts = node.counts_at_rest()

@@ -120,6 +120,10 @@ def test_status_is_refused_without_a_token_to_ask_for(new_node: StartNode) -> No
     wait_page(address)
     assert refusal(address, "/status", Authorization="Bearer ") == 403
     assert refusal(address, "/status", Authorization="Bearer None") == 403
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        get(address, "/status")
+    with caught.value as answer:
+        assert answer.read() == b"set http_token: this page is shown to whoever sends that\n"
 
 
 def test_other_pages_and_methods_are_refused(shared_address: str) -> None:

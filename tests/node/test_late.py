@@ -17,7 +17,7 @@ from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.disk import opening
 from kvtide.tiers.disk.tier import DiskTier
 from kvtide.units import MiB
-from tests.tiers.disk_place import keep, tails
+from tests.tiers.disk_place import driven, keep, tails
 
 SALTED = [
     chain_of(root_of(salt=str(number)), layout_of(4096), text(number, 1))[0] for number in range(4)
@@ -92,6 +92,20 @@ def test_what_was_cleared_meanwhile_is_not_found(
     assert held == [False, False, *[clears_max > 1] * 2]
     assert tier.tier.clear(SALTED[3].root.salt_digest) == held[3]
     tier.close(30)
+
+
+def test_what_was_cleared_stays_cleared_if_the_node_ends_as_it_opens(
+    tmp_path: Path, may_open: threading.Event
+) -> None:
+    """It is open, and nobody has looked since."""
+    keep(tmp_path / "kv", SALTED)
+    tier = late_disk(tmp_path / "kv")
+    tier.tier.clear(SALTED[0].root.salt_digest)
+    may_open.set()
+    assert tier._woken.wait(30), "it is open"
+    tier.close(30)
+    with driven(tmp_path / "kv") as later:
+        assert [later.is_there(record) for record in SALTED] == [False, True, True, True]
 
 
 def test_a_node_that_ends_before_leaves_the_place_closed(

@@ -105,6 +105,16 @@ class _Always(threading.Event):
         return True
 
 
+def pass_calmly(tier: DrivenTier, ms: int) -> None:
+    """The clock goes on once nothing runs: what does would seem to hang."""
+    remote, deadline_s = tier.tier, time.monotonic() + WAIT_S
+    assert isinstance(remote, RemoteTier)
+    while remote._workers.running():
+        assert time.monotonic() < deadline_s, remote.statistics()
+        tier.poll_for(0.005)
+    tier.pass_time(ms)
+
+
 def heal(tier: DrivenTier, record: Record) -> None:
     """Let time pass until a record can be loaded again."""
     deadline_s = time.monotonic() + WAIT_S

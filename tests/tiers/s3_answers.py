@@ -79,8 +79,12 @@ class Front(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Front)
         self.port = port
         self.refused = 0
-        self.unreadable = "?"
+        self.unreadable: str | tuple[str, ...] = "?"
         """Objects whose names end so cannot be got."""
+        self.fault = (500, "InternalError")
+        """What is said of these."""
+        self.delay_s = 0.0
+        """Each object takes so long to be got."""
 
 
 class _Front(BaseHTTPRequestHandler):
@@ -94,8 +98,11 @@ class _Front(BaseHTTPRequestHandler):
             self.reply(501, {}, ERROR.format(code="NotImplemented").encode())
             return
         if self.command == "GET" and self.path.endswith(self.server.unreadable):
-            self.reply(500, {}, ERROR.format(code="InternalError").encode())
+            status, code = self.server.fault
+            self.reply(status, {}, ERROR.format(code=code).encode())
             return
+        if self.command == "GET" and "?" not in self.path:
+            time.sleep(self.server.delay_s)
         with closing(HTTPConnection("127.0.0.1", self.server.port)) as behind:
             behind.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():

@@ -39,6 +39,7 @@ class Bucket:
     """As tests look at it, beside the tier."""
 
     def __init__(self, port: int) -> None:
+        self.port = port
         self.store = S3Store(
             object_servers.BUCKET,
             config=object_servers.config_for(port),

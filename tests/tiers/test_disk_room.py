@@ -10,6 +10,7 @@ import pytest
 from kvtide.testing.faulty_files import Call
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, text
+from kvtide.tiers.base import StoreOutcome
 from kvtide.tiers.disk.room import REWRITE_ROWS_MIN
 from kvtide.units import KiB
 from tests.tiers.disk_place import (
@@ -24,6 +25,17 @@ from tests.tiers.disk_place import (
 )
 
 GONE = REWRITE_ROWS_MIN + 1
+SALT = bytes(range(32))
+
+
+def fail_again(tier: DrivenTier, fault: str, times: int) -> None:
+    """Ticks pass until what cannot be removed was tried so often."""
+    injected = files_of(disk_of(tier)).injected
+    until = injected[fault] + times
+    while injected[fault] < until:
+        tier.pass_time(100)
+        tier.poll_for(0.001)
+    settle(tier)
 
 
 def take_away(tier: DrivenTier, first: int, count: int) -> None:
@@ -61,6 +73,44 @@ def test_an_index_that_cannot_be_written_anew_waits_for_the_next_removal(
             tier.poll_for(0.01)
         settle(tier)
         assert_holds(tier, records[GONE + 2 :], [])
+
+
+BAD_FILES = {
+    "segment": (Call.PUNCH, "1.segment"),
+    "whole segment": (Call.UNLINK, "1.segment"),
+    "clear": (Call.OPEN, ".cleared"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_one_file_that_cannot_be_removed_does_not_stop_stores(kv: Path, name: str) -> None:
+    """It is tried with each tick; neither that nor a trial of stores is ended by it."""
+    call, path_part = BAD_FILES[name]
+    fault, records = f"{call} EUCLEAN", tails(6)
+    with driven(kv) as tier:
+        disk, faults = disk_of(tier), files_of(disk_of(tier))
+        tier.keep(records)
+        faults.fail(call, errno.EUCLEAN, path_part=path_part)
+        disk._room.roll()
+        if name == "clear":
+            tier.tier.clear(SALT)  # of nobody here: the segment stays, and the clear with it
+        else:
+            take_away(tier, 0, 6 if name == "whole segment" else 1)
+        fail_again(tier, fault, 10)
+        assert tier.tier.statistics().state == "on"
+        faults.fail(Call.WRITE, errno.EIO, path_part=".segment")
+        assert tier.store(tails(10, first=100))[-1] is StoreOutcome.BROKEN
+        faults.heal()
+        faults.fail(call, errno.EUCLEAN, path_part=path_part)
+        tier.pass_time(60_000)
+        while disk._writes.is_open:
+            tier.poll_for(0.05)
+        fail_again(tier, fault, 10)
+        assert tier.tier.statistics().state == "on", "on trial"
+        tier.keep(tails(4, first=200))
+        fail_again(tier, fault, 10)
+        assert tier.tier.statistics().state == "on"
+        disk.check_integrity()
 
 
 @pytest.mark.parametrize("is_indexed", [False, True])

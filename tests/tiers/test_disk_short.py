@@ -15,7 +15,7 @@ from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, text
 from kvtide.tiers.base import StoreOutcome
-from kvtide.tiers.disk.stores import REFUSED_MS
+from kvtide.tiers.disk.stores import REFUSED_MS, VAIN_MS, VAIN_PORTIONS_MAX
 from kvtide.tiers.files import FreeSpace
 from kvtide.units import GiB, KiB, MiB
 from tests.tiers.disk_place import ROOT, bytes_taken, disk_of, driven, files_of, open_disk, settle
@@ -127,6 +127,46 @@ def test_a_drive_that_gives_space_back_late_costs_a_portion_a_second(kv: Path) -
         assert tier.stored(job) is StoreOutcome.STORED
 
 
+def test_what_the_drive_never_gives_back_is_not_given_up_for_ever(kv: Path) -> None:
+    """A snapshot holds it. Stores end as there is no room, what is there stays; now and then a
+    portion shows whether it is still so; where it comes back, stores go on at once."""
+    files = Late()
+    files.free_bytes = 64 * MiB
+    with driven(kv, CAP, files=files, floor_bytes=FLOOR) as tier:
+        tier.keep(chunks(600))
+        files.free_bytes = FLOOR
+        ask_drive(tier)
+        held = tier.tier.statistics().bytes_used
+        fresh = iter(chunks(100, first=1_000))
+
+        def store_for(seconds: int) -> set[StoreOutcome]:
+            """A store each second; how those ended that did."""
+            jobs = []
+            for _ in range(seconds):
+                jobs.append(tier.submit_store(next(fresh)))
+                for _ in range(5):
+                    settle(tier)
+                    tier.poll()
+                ask_drive(tier)
+            return {tier.stored(job) for job in jobs if tier.has_ended(job)}
+
+        store_for(VAIN_PORTIONS_MAX + 4)
+        gone = held - tier.tier.statistics().bytes_used
+        assert (VAIN_PORTIONS_MAX - 1) * PORTION < gone < (VAIN_PORTIONS_MAX + 3) * PORTION
+        evicted = tier.tier.statistics().evicted
+        assert store_for(20) == {StoreOutcome.NO_ROOM}
+        assert tier.tier.statistics().evicted == evicted
+        assert tier.tier.statistics().state == "on"
+        tier.pass_time(VAIN_MS)
+        ask_drive(tier)
+        assert StoreOutcome.NO_ROOM in store_for(20)
+        more = held - gone - tier.tier.statistics().bytes_used
+        assert PORTION // 2 < more < 3 * PORTION
+        files.free_bytes = 64 * MiB
+        ask_drive(tier)
+        assert tier.store(chunks(2, first=5_000)) == [StoreOutcome.STORED] * 2
+
+
 @pytest.mark.parametrize("code", [errno.EDQUOT, errno.ENOSPC])
 def test_a_quota_below_the_cap_evicts(
     kv: Path, code: int, caplog: pytest.LogCaptureFixture
@@ -158,7 +198,7 @@ def test_a_drive_that_takes_nothing_costs_few_records_before_it_is_left_alone(kv
     """Others took all there was, and what we give up too: a portion for each try."""
     files = FaultyFiles()
     with driven(kv, CAP, files=files) as tier:
-        tier.keep(chunks(400))
+        tier.keep(chunks(220))
         held = tier.tier.statistics().bytes_used
         files.fail(Call.WRITE, errno.ENOSPC, path_part=".segment")
         outcomes = tier.store(chunks(40, first=500))

@@ -14,7 +14,7 @@ from kvtide.core.records import Record
 from kvtide.testing.faulty_files import Call
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreJob, StoreOutcome
-from kvtide.tiers.disk.directory import LOCK
+from kvtide.tiers.disk_names import LOCK
 from kvtide.units import KiB, MiB
 from tests.tiers.disk_place import bytes_taken, disk_of, driven, files_of, settle, tails
 
@@ -82,10 +82,14 @@ class World:
                 assert not self.tier.is_there(record)
 
     def inject(self) -> None:
-        code = self.draw.choice([errno.EIO, errno.ENOSPC, errno.EMFILE])
+        """Whatever does not take records away: a drive that is full does, where there is room for
+        all, and one that cannot read a record twice."""
+        call = self.draw.choice(FAULTS)
+        codes = [errno.EMFILE, errno.ENOMEM if call is Call.READ else errno.EIO]
+        codes += [errno.ENOSPC] if self.cap != ROOMY else []
         count = self.draw.choice([1, 1, 2, 7])
         files = files_of(disk_of(self.tier))
-        files.fail(self.draw.choice(FAULTS), code, nth=self.draw.randrange(1, 6), count=count)
+        files.fail(call, self.draw.choice(codes), nth=self.draw.randrange(1, 6), count=count)
 
     def heal(self) -> None:
         files_of(disk_of(self.tier)).heal()

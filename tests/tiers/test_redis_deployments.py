@@ -220,11 +220,11 @@ def test_parts_are_spread_over_a_cluster(cluster: list[Server]) -> None:
     check_all(cluster[1].address)
     with driven(cluster[2].address, 64 << 20) as tier:
         tier.keep(chain_of(ROOT, LARGE, text(number, 4))[0] for number in range(24))
-        assert all(one.names(b"kvtide:1:*") for one in cluster), "each has some"
+        assert all(one.names(b"kvtide:2:*") for one in cluster), "each has some"
         assert sum(bool(one.names(b"kvtide:{*")) for one in cluster) == 1
         assert tier.tier.clear(None) == 24
         redis_cluster.wait_until(
-            lambda: not any(one.names(b"kvtide:1:*") for one in cluster), "swept"
+            lambda: not any(one.names(b"kvtide:2:*") for one in cluster), "swept"
         )
 
 
@@ -263,7 +263,7 @@ def test_slots_that_move_are_found_again(cluster: list[Server]) -> None:
 
 
 def index_key() -> bytes:
-    return b"kvtide:{kvtide:1}:index"
+    return b"kvtide:{kvtide:2}:index"
 
 
 def test_a_cluster_that_lost_a_server_costs_misses(cluster: list[Server]) -> None:
@@ -295,7 +295,7 @@ def _has_parts_on(keeper: Server, record: Record, lost: Server) -> bool:
 
 def test_slots_are_those_of_the_servers(cluster: list[Server]) -> None:
     """Tags, empty tags, and none."""
-    for key in (b"a", b"kvtide:1:00:0", b"x{tag}y", b"x{}y", b"x{y", b"{a}{b}", b"x}{y}", b""):
+    for key in (b"a", b"kvtide:2:00:0", b"x{tag}y", b"x{}y", b"x{y", b"{a}{b}", b"x}{y}", b""):
         assert cluster[0].ask(b"CLUSTER", b"KEYSLOT", key) == slot_of(key), key
 
 

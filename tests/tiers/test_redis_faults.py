@@ -19,7 +19,7 @@ from kvtide.tiers.breaker import FAILURES_MAX, RETRY_MS_MIN, SHARED_RETRY_MS_MAX
 from kvtide.tiers.redis.routes import Limits
 from kvtide.tiers.remote.tier import CLEARS_MAX
 from kvtide.units import KiB, MiB
-from tests.tiers.redis_place import driven, heal, part_names, well
+from tests.tiers.redis_place import driven, heal, part_names, pass_calmly, well
 
 ROOT = root_of()
 SMALL = layout_of(4096, 8192)
@@ -192,7 +192,7 @@ def test_random_faults_never_bring_a_wrong_byte(server: Server, proxy: Proxy) ->
         proxy.end_after = None
         for chain in chains:
             while not all(outcome.is_kept for outcome in tier.store(chain)):
-                tier.pass_time(5_000)
+                pass_calmly(tier, 5_000)
                 tier.poll_for(0.05)
         for chain in chains:
             assert tier.find(chain[:2], chain[2].digests) == chain, seed
@@ -228,7 +228,7 @@ def test_an_index_that_lost_a_key_begins_anew(server: Server, name: str) -> None
     chain = chain_of(ROOT, SMALL, text(1, 10))
     with driven(server.port) as tier:
         tier.keep(chain)
-        tag = b"kvtide:{kvtide:1}:"
+        tag = b"kvtide:{kvtide:2}:"
         assert server.ask(b"UNLINK", tag + name.encode()) in (0, 1)
         is_there = bool(tier.find(chain[:2]))
         assert is_there == (name == "loose" and server.ask(b"EXISTS", tag + b"index") == 1)
@@ -294,15 +294,15 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(server: Server) -> Non
     one, other, third = records(3)
     with driven(server.port) as tier:
         tier.keep([one])
-        tag = b"kvtide:{kvtide:1}:"
+        tag = b"kvtide:{kvtide:2}:"
         left = bytes(16)
-        server.ask(b"SET", b"kvtide:1:" + left.hex().encode() + b":0", b"x" * 1000)
+        server.ask(b"SET", b"kvtide:2:" + left.hex().encode() + b":0", b"x" * 1000)
         server.ask(b"ZADD", tag + b"loose", b"1", left + b"0001" + b"%016d" % 5000)
         server.ask(b"HINCRBY", tag + b"numbers", b"loose", b"1")
         server.ask(b"HINCRBY", tag + b"numbers", b"bytes", b"5000")
         before = tier.tier.statistics().bytes_used
         tier.keep([other])
-        assert server.ask(b"EXISTS", b"kvtide:1:" + left.hex().encode() + b":0") == 0
+        assert server.ask(b"EXISTS", b"kvtide:2:" + left.hex().encode() + b":0") == 0
         assert tier.find([one]) == [one]
         assert tier.tier.statistics().bytes_used == 2 * before
         tier.keep([third])  # says that they are gone
@@ -318,8 +318,10 @@ def clients_of(server: Server) -> int:
 # ---- it lies
 
 
-def test_values_that_were_swapped_are_never_loaded(server: Server) -> None:
-    """Whole parts of two records, whatever is in them: both are misses and gone."""
+def test_values_that_were_swapped_are_never_loaded(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whole parts of two records: both are misses and gone, and it is said why."""
     one, other, third = records(3)
     with driven(server.port) as tier:
         tier.keep([one, other, third])
@@ -330,7 +332,8 @@ def test_values_that_were_swapped_are_never_loaded(server: Server) -> None:
         assert [tier.load(record) for record in (one, other)] == [LoadOutcome.CORRUPT] * 2
         assert [tier.load(record) for record in (one, other)] == [LoadOutcome.ABSENT] * 2
         assert tier.load(third) is LoadOutcome.LOADED
-        assert tier.find([third]) == [third]
+    for mine, theirs in ((one, other), (other, one)):
+        assert f"{mine.key.hex()}: at rest is shard 0 of {theirs.key.hex()}" in caplog.text
 
 
 @pytest.mark.parametrize("part", [0, 1])
@@ -421,7 +424,7 @@ def test_nodes_share_what_they_store_and_what_they_clear(server: Server) -> None
         assert other.tier.clear(ROOT.salt_digest) == 3
         assert one.find(chain[:2], chain[2].digests) == []
         assert one.load(chain[0]) is LoadOutcome.ABSENT
-        one.pass_time(20_000)
+        pass_calmly(one, 20_000)
         while one.tier.statistics().records:
             one.poll_for(0.05)
         for number, record in enumerate(records(24)):

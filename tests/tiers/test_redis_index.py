@@ -18,13 +18,14 @@ from kvtide.testing.tier_records import Cells, chain_of, layout_of, root_of, tex
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.redis import index as redis_index
 from kvtide.tiers.redis.index import Begun, IndexAnswer, WriteIds, kind_of
+from kvtide.tiers.redis.routes import Redirected
 from kvtide.tiers.redis.session import RedisSession
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.remote.session import Put
 from kvtide.units import KiB, MiB
-from tests.tiers.redis_place import PATIENT, WAIT_S, driven, part_names, row_of
+from tests.tiers.redis_place import PATIENT, WAIT_S, driven, part_names, pass_calmly, row_of
 
-TAG = b"kvtide:{kvtide:1}:"
+TAG = b"kvtide:{kvtide:2}:"
 CAP_BYTES = 400 * KiB
 LARGE = layout_of(256 * KiB)
 SALTS = (None, "one", "another")
@@ -84,7 +85,7 @@ def has_loose_parts(server: Server) -> bool:
     """Whether there are parts that belong to no record."""
     rows = table(server, b"HGETALL", TAG + b"index")
     parts = {
-        b"kvtide:1:%b:%d" % (row[:16].hex().encode(), n)
+        b"kvtide:2:%b:%d" % (row[:16].hex().encode(), n)
         for row in rows.values()
         for n in range(int(row[88:92]))
     }
@@ -123,7 +124,7 @@ def quiet(tier: DrivenTier, server: Server) -> None:
     """Until what was cleared is given back, and what is on the server belongs to a record."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
-        tier.pass_time(20_000)
+        pass_calmly(tier, 20_000)
         tier.poll_for(0.02)
         numbers = table(server, b"HGETALL", TAG + b"numbers")
         if numbers.get(b"dead", b"0") == b"0" and not has_loose_parts(server):
@@ -176,7 +177,7 @@ def test_no_life_ends_while_a_record_of_it_is_sent(tmp_path: Path, by: str) -> N
 
 
 def test_a_store_that_begins_again_is_one(tmp_path: Path) -> None:
-    """As where a slot has moved, and it is not known what was heard there."""
+    """Whoever asks twice for the same room has it once."""
     record = chain_of(root_of(), LARGE, text(1, 4))[0]
     with redis_servers.running("valkey", tmp_path / "server") as server:
         with session_of(server) as session:
@@ -185,6 +186,56 @@ def test_a_store_that_begins_again_is_one(tmp_path: Path) -> None:
             sent = session._index.complete(record, b"w" * 16, life, ())
             session._index.completed(sent, record, b"w" * 16)
         assert check_index(server) == 1
+
+
+def test_a_record_whose_store_began_again_outlives_what_was_set_aside_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot moves while its parts are sent, and its kind is cleared meanwhile: what was set aside
+    first is of another life, and expires."""
+    record, other = (chain_of(root_of(), LARGE, text(number, 4))[0] for number in range(2))
+    with (
+        redis_servers.running("valkey", tmp_path / "server") as server,
+        driven(server.port) as tier,
+        session_of(server) as session,
+    ):
+        send = session._stores._send_parts
+
+        def moved(_put: Put) -> None:
+            monkeypatch.setattr(session._stores, "_send_parts", send)
+            tier.tier.clear(None)
+            raise Redirected(b"key", None, is_ask=False)
+
+        monkeypatch.setattr(session._stores, "_send_parts", moved)
+        puts = [Put(record, b"w" * 16, Cells(record).fill().views)]
+        ends: list[tuple[bytes, StoreOutcome]] = []
+        session.store(
+            lambda: puts.pop() if puts else None,
+            lambda put, outcome: ends.append((put.write_id, outcome)),
+        )
+        assert ends == [(b"w" * 16, StoreOutcome.STORED)]
+        _take_for_lost(server, tier, other)
+        assert tier.load(record) is LoadOutcome.LOADED
+        assert check_index(server) == 2
+
+
+def test_an_index_that_counts_less_is_left_alone(tmp_path: Path) -> None:
+    """One of version 1 does not tell how many need the life of a kind: with the first record that
+    goes there, all others of its kind would."""
+    old, new = (chain_of(root_of(), LARGE, text(number, 4))[0] for number in range(2))
+    names = (b"index", b"tree", b"leaves", b"inner", b"numbers")
+    with redis_servers.running("valkey", tmp_path / "server") as server:
+        with driven(server.port) as tier:
+            tier.keep([old])
+        server.ask(b"HDEL", TAG + b"numbers", b"u" + kind_of(old.root, old.layout))
+        for name in names:
+            server.ask(b"RENAME", TAG + name, b"kvtide:{kvtide:1}:" + name)
+        before = [server.ask(b"DUMP", b"kvtide:{kvtide:1}:" + name) for name in names]
+        with driven(server.port) as tier:
+            tier.keep([new])
+            assert not tier.is_there(old)
+            tier.tier.clear(None)
+        assert [server.ask(b"DUMP", b"kvtide:{kvtide:1}:" + name) for name in names] == before
 
 
 def test_stores_that_never_end_leave_no_numbers(tmp_path: Path) -> None:
@@ -289,7 +340,7 @@ def test_parts_that_come_after_their_time_are_given_up(tmp_path: Path) -> None:
         with session_of(server) as session:
             session.store(next_put, lambda _put, outcome: ends.append(outcome))
         assert ends == [StoreOutcome.FAILED]
-        assert not server.names(b"kvtide:1:" + (b"w" * 16).hex().encode() + b":*")
+        assert not server.names(b"kvtide:2:" + (b"w" * 16).hex().encode() + b":*")
         assert check_index(server) == 1
         assert not has_loose_parts(server)
         assert tier.store([slow]) == [StoreOutcome.STORED]

@@ -60,6 +60,20 @@ def test_who_cannot_be_reached_may_have_a_follower(server: Server, dead_port: in
         assert is_answered(routes)
 
 
+def test_who_accepts_and_says_nothing_may_have_a_follower(server: Server) -> None:
+    """A process that was stopped, or waits for its disk: others have its slots by now."""
+    routes = Routes(Address((("127.0.0.1", server.port),)), None, HASTY)
+    with silent_port(accepts=True) as silent:
+        routes.begin(HASTY.call_s)
+        routes.of(KEY)
+        routes._slots = [("127.0.0.1", silent)] * SLOTS
+        with pytest.raises(BlockingIOError):
+            routes.of(KEY)
+        routes.begin(HASTY.call_s)
+        assert is_answered(routes)
+    routes.close()
+
+
 def test_a_slot_that_nobody_has_is_asked_for_again(server: Server) -> None:
     with routes_to(server.port) as routes:
         routes.of(KEY)

@@ -71,6 +71,6 @@ def test_a_server_takes_what_is_counted(tmp_path: Path, length: int) -> None:
     with redis_servers.running("redis", tmp_path / "server") as server:
         lengths = parts.part_lengths(length)
         for number, one in enumerate(lengths):
-            server.ask(b"SET", b"kvtide:1:" + b"0" * 32 + b":%d" % number, bytes(one))
+            server.ask(b"SET", b"kvtide:2:" + b"0" * 32 + b":%d" % number, bytes(one))
         taken = server.bytes_taken()
         assert taken <= parts.taken_bytes(lengths) <= 1.1 * taken + 2 * KiB

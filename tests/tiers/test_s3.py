@@ -62,6 +62,7 @@ class S3Tests(TierTests):
         self.bucket.change(self.bucket.objects_of(record)[-1])
 
 
+@pytest.mark.long
 class TestRclone(S3Tests):
     program = "rclone"
 

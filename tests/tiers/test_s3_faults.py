@@ -338,6 +338,25 @@ def test_a_name_that_does_not_fit_its_bytes_is_not_taken_in(
         assert tier.store(chain) == [StoreOutcome.STORED] * 2
 
 
+@pytest.mark.parametrize("is_short", [True, False])
+def test_what_is_wrong_with_a_record_is_logged(
+    server: Server, bucket: Bucket, caplog: pytest.LogCaptureFixture, is_short: bool
+) -> None:
+    """In words, with where it was; it is gone when somebody asks."""
+    record = records(1)[0]
+    with driven(server.port) as tier:
+        tier.keep([record])
+        (name,) = bucket.objects_of(record)
+        if is_short:
+            obstore.put(bucket.store, name, b"short")
+        else:
+            bucket.change(name)
+        assert tier.load(record) is LoadOutcome.CORRUPT
+    (said,) = (one.getMessage() for one in caplog.records if "is removed" in one.getMessage())
+    assert said.startswith(f"s3 {object_servers.BUCKET}/{TOP}: record {record.key.hex()}: ")
+    assert (f"{name} has 5 bytes" if is_short else "checksum") in said
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 def test_hits_resume_after_the_server_was_killed(tmp_path: Path, keeps: bool) -> None:
     """With its data they are hits; without it they are misses, and can be stored again."""

@@ -37,8 +37,8 @@ def found(mirror: Mirror, records: list[Record]) -> list[Record]:
 
 
 def empty(mirror: Mirror) -> None:
-    """Delete all victims."""
-    mirror.deleted(mirror.take_victims(1 << 20))
+    """Delete all that was given up."""
+    mirror.deleted(mirror.take_given_up(1 << 20))
 
 
 def test_names_in_any_order_make_the_same_chain() -> None:
@@ -68,7 +68,7 @@ def test_the_earlier_of_two_writes_stays_whichever_is_heard_of_first() -> None:
         mirror = knowing(record)
         for written in order:
             mirror.take_in(written)
-        assert [victim.written for victim in mirror.take_victims(9)] == [late]
+        assert [row.written for row in mirror.take_given_up(9)] == [late]
         loading = mirror.begin_load(record)
         assert loading is not None
         assert loading.written == early
@@ -90,7 +90,7 @@ def test_what_is_gone_does_not_come_back_but_is_deleted_again() -> None:
         assert mirror.take_in(written)
     assert found(mirror, chain) == []
     assert mirror.used_bytes > 0
-    assert [row.written for row in mirror.take_victims(9)] == [first, second]
+    assert [row.written for row in mirror.take_given_up(9)] == [first, second]
 
 
 def test_a_store_that_failed_counts_until_what_there_may_be_of_it_is_deleted() -> None:
@@ -98,9 +98,33 @@ def test_a_store_that_failed_counts_until_what_there_may_be_of_it_is_deleted() -
     mirror = knowing(record)
     mirror.failed(record, write_of(record, 1))
     assert mirror.used_bytes > 0
-    assert [victim.written for victim in mirror.take_victims(9)] == [write_of(record, 1)]
+    assert [row.written for row in mirror.take_given_up(9)] == [write_of(record, 1)]
     mirror.take_in(write_of(record, 1))
     assert found(mirror, [record]) == []
+
+
+def test_a_store_that_failed_after_its_name_was_seen_counts_once() -> None:
+    """A clear that was heard of with the name has given it up already."""
+    record = chain_of(root_of(), LAYOUT, text(1, 4))[0]
+    mirror = knowing(record)
+    mirror.clear(Message(2, "", "clear", scope=Scope(None, None)))
+    mirror.take_in(write_of(record, 1))
+    mirror.failed(record, write_of(record, 1))
+    assert mirror.used_bytes > 0
+    empty(mirror)
+    assert mirror.used_bytes == 0
+
+
+def test_what_comes_again_while_it_is_deleted_in_vain_counts_once() -> None:
+    record = chain_of(root_of(), LAYOUT, text(1, 4))[0]
+    mirror = knowing(record)
+    mirror.failed(record, write_of(record, 1))
+    under_way = mirror.take_given_up(9)
+    mirror.take_in(write_of(record, 1))
+    mirror.not_deleted(under_way)
+    assert mirror.used_bytes > 0
+    empty(mirror)
+    assert mirror.used_bytes == 0
 
 
 def test_what_is_loaded_or_stored_behind_is_not_evicted() -> None:

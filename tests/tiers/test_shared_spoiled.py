@@ -221,8 +221,8 @@ def test_whoever_has_lost_its_journal_takes_another_folder(
                 here.store(tails(1, first=count))
                 count += 1
             wait_quiet(here)
-        assert [line.message.endswith("work again") for line in caplog.records].count(True) == 1
         here.keep(tails(4))
+        assert [line.message.endswith("work again") for line in caplog.records].count(True) == 1
         look(there)
         assert all(map(there.is_there, tails(4)))
         look(here)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import click
 
 from kvtide import config
-from kvtide.cli.here import find_places
-from kvtide.errors import NodeUnreachable
+from kvtide.cli.here import look_for_places
+from kvtide.errors import ConfigError, NodeUnreachable
 from kvtide.wire.command import ask
+from kvtide.wire.places import Places
 
 
 @click.group()
@@ -22,10 +23,12 @@ def show(as_json: bool) -> None:
     """Print every setting with its effective value, owner and source.
 
     A running node tells its own settings, which hold until it ends; an engine's are those that one
-    started from here would have.
+    started from here would have. Where something is wrong with them, that stands at the end, each
+    fault on a line, and the code is 1.
     """
-    read = config.read()
-    places = find_places()
+    faults: list[ConfigError] = []
+    read = config.read(on_fault=faults.append)
+    places = look_for_places()
     settings = [
         {
             "name": one.name,
@@ -49,11 +52,20 @@ def show(as_json: bool) -> None:
             "runtime_dir": str(places.directory),
             "node_is_running": bool(running),
             "settings": settings,
+            "faults": [str(fault) for fault in faults],
         }
         click.echo(json.dumps(found, indent=2))
-        return
+    else:
+        _print(settings, places, is_running=bool(running))
+    for fault in faults:
+        click.echo(f"Error: {fault}", err=True)
+    if faults:
+        raise click.exceptions.Exit(1)
+
+
+def _print(settings: Sequence[dict[str, str]], places: Places, *, is_running: bool) -> None:
     click.echo(f"runtime directory: {places.directory}")
-    whose = "those of the running node" if running else "those that a node would start with"
+    whose = "those of the running node" if is_running else "those that a node would start with"
     click.echo(f"settings of the node: {whose}\n")
     for line in table(
         [("setting", "value", "owner", "source")]

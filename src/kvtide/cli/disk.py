@@ -8,10 +8,11 @@ from pathlib import Path
 
 import click
 
-from kvtide.errors import KVTideError
+from kvtide.errors import ConfigError, KVTideError
 from kvtide.tiers.disk.check import Checked, check, listed, segments_of
 from kvtide.tiers.disk.repair import opened
 from kvtide.tiers.disk.tier import DiskTier
+from kvtide.tiers.disk_names import is_of_a_disk
 from kvtide.units import format_bytes
 
 FAULTS_SHOWN = 20
@@ -36,11 +37,21 @@ def show(path: Path) -> None:
     Nothing is read but what stands beside the records, and their headers where that is damaged.
     Keys and salts never appear.
     """
+    _require_disk(path)
     segments = segments_of(path)
     taken = sum(segments.values())
     click.echo(f"{path}: {_count(len(segments), 'segment')}, {format_bytes(taken)}")
     for line in _lines(listed(path)):
         click.echo(line)
+
+
+def _require_disk(path: Path) -> None:
+    """Nothing is said of, or made in, a directory that is something else. Raises ConfigError."""
+    if not is_of_a_disk(path):
+        raise ConfigError(
+            f"no disk tier is in {path}; give the directory that the setting disk_path names, or"
+            " the path of an entry of tiers whose type is disk"
+        )
 
 
 def _lines(records: Iterable[Checked]) -> Iterator[str]:
@@ -85,6 +96,7 @@ def check_command(path: Path, repair: bool, from_segment: int) -> None:
     Ends with code 1 where something is damaged and was not removed. A node removes what it meets
     damaged by itself, and its start mends what stands beside the records; this finds it before.
     """
+    _require_disk(path)
     found = _Found(from_segment, from_segment)
     with opened(path) if repair else nullcontext() as tier:
         try:

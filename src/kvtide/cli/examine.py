@@ -9,13 +9,16 @@ import datetime
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import kvtide
 from kvtide import config
 from kvtide.cli.here import is_absent
 from kvtide.core.messages import WIRE_VERSION
+from kvtide.engines.vllm.versions import TESTED, is_tested
 from kvtide.errors import (
     ConfigError,
     HostMemoryError,
@@ -33,8 +36,8 @@ from kvtide.wire.places import (
     SOCKET_PATH_BYTES_MAX,
     Places,
     check_socket_path,
+    no_node,
     open_directory,
-    who_starts_one,
 )
 
 OK, NOTE, WRONG = "ok", "note", "WRONG"
@@ -57,7 +60,7 @@ def everything() -> Iterator[Finding]:
     """All there is to say."""
     yield from kernel()
     yield from limits()
-    wanted, fault = None, ""
+    wanted, fault, is_any_version = None, "", False
     try:
         read = config.read()
     except ConfigError as error:
@@ -67,6 +70,8 @@ def everything() -> Iterator[Finding]:
         changed = [one.name for one in read.effective() if one.source != "default"]
         yield Finding(OK, "settings", f"set: {', '.join(changed)}" if changed else "all defaults")
         wanted = read.node.host_bytes
+        is_any_version = read.engine.any_engine_version
+    yield vllm(_version_of("vllm"), is_any_version=is_any_version)
     status: dict[str, Any] | None = None
     places = None
     try:
@@ -134,6 +139,29 @@ def limits() -> Iterator[Finding]:
         )
 
 
+def _version_of(package: str) -> str | None:
+    """Of one that this Python has; it is not imported."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def vllm(version: str | None, *, is_any_version: bool) -> Finding:
+    """The engine beside this command, by its version."""
+    if version is None:
+        text = f"none in {sys.prefix}: run this where the engine is, for it needs kvtide there"
+        return Finding(NOTE, "vllm", text)
+    if is_tested(version):
+        return Finding(OK, "vllm", f"{version}, a version that kvtide was tested with")
+    text = f"{version} was not tested; {TESTED} was"
+    if is_any_version:
+        return Finding(NOTE, "vllm", f"{text}: on, because any_engine_version is set")
+    return Finding(
+        WRONG, "vllm", f"{text}: caching is off. Install that, or set any_engine_version"
+    )
+
+
 def runtime_directory(places: Places) -> Iterator[Finding]:
     """Where engines and node meet."""
     what = "directory"
@@ -166,13 +194,13 @@ def node(places: Places) -> tuple[list[Finding], dict[str, Any] | None]:
         if other != places.socket
     ]
     if is_absent(places.socket):
-        found.append(Finding(OK, "node", f"none is running; {who_starts_one(places)}"))
+        found.append(Finding(OK, "node", no_node(places)))
         return found, None
     try:
         status = ask(places, "status")
         found += _running(places, status)
     except (NodeError, NodeUnreachable, WireError) as error:
-        found.append(Finding(WRONG, "node", f"{error}; if it hangs, kill it: engines serve on"))
+        found.append(Finding(WRONG, "node", f"{error}. If it hangs, kill it: engines serve on"))
         return found, None
     return found, status
 

@@ -13,18 +13,23 @@ from kvtide.wire.places import Places, check_socket_path, open_directory
 
 
 def find_places() -> Places:
-    """The runtime directory's places; looked at, but not made.
-
-    Other settings are read for the sake of whoever has misspelt one: that a node cannot be started
-    by them must not keep anybody from ending the one that runs.
-
-    Raises ConfigError where it is not ours alone or not for us to see, or its path too long.
+    """As `look_for_places`. Other settings are read for the sake of whoever has misspelt one: that
+    a node cannot be started by them must not keep anybody from ending the one that runs.
     """
-    directory = config.runtime_dir()
+    places = look_for_places()
     try:
         config.read()
     except ConfigError as error:
         click.echo(f"Warning: {error}", err=True)
+    return places
+
+
+def look_for_places() -> Places:
+    """The runtime directory's places; looked at, but not made.
+
+    Raises ConfigError where it is not ours alone or not for us to see, or its path too long.
+    """
+    directory = config.runtime_dir()
     places = Places(directory) if is_absent(directory) else open_directory(directory)
     check_socket_path(places.socket)
     return places

@@ -142,8 +142,12 @@ class Host:
         return free_cells * layout.block_bytes
 
     def free_chunks(self, layout: KVLayout) -> int:
-        """Whole chunks that there are cells for in regions that may be lent from."""
-        return sum(region.cells.free_slots for region in self.usable(layout))
+        """Whole chunks that there are cells for in regions that may be lent from.
+
+        What a worker could not map is not free: its engine is lent nothing there.
+        """
+        usable = (region for region in self.usable(layout) if not region.refused)
+        return sum(region.cells.free_slots for region in usable)
 
     def region_slots(self, layout: KVLayout) -> int:
         """Slots of a new region of this layout."""
@@ -174,11 +178,15 @@ class Host:
             return False
         return self.free_bytes(layout) < div_ceil(self.region_bytes(layout), 2)
 
-    def will_grow(self, layout: KVLayout) -> bool:
-        """Whether a region of this layout is made next, or being made."""
+    def will_grow(self, layout: KVLayout, now_ms: int) -> bool:
+        """Whether a region of this layout is made next, or being made.
+
+        While room is made for one layout, others wait.
+        """
         if self.is_growing(layout):
             return True
-        return self.has_room(layout) and self.wants_region(layout)
+        is_free = self.has_room(layout) and not self.is_making_room(now_ms)
+        return is_free and self.wants_region(layout)
 
     def has_room(self, layout: KVLayout) -> bool:
         """Whether one more region of this layout fits below the limit."""

@@ -24,9 +24,10 @@ ROOTS_MAX = 1 << 16
 
 GRANT_STEPS_MAX = 4
 """A grant is answered once the step that computes its blocks has ended: it lives T_put, and so
-many times as long as the engine's largest steps take."""
-GRANT_UNMEASURED_MS_MAX = 120_000
-"""The same where nothing is known of the engine's steps: on CPUs one may take a minute."""
+many times as long as the engine's largest steps take;"""
+GRANT_STEPS_MS_MAX = 120_000
+"""but no longer beyond T_put, which is for steps that nothing is known of: on CPUs one may take a
+minute."""
 
 
 class Worker:
@@ -102,8 +103,8 @@ class Instance:
         step_tokens = self.identity.step_tokens if self.identity is not None else 0
         step_ms = self.prefill.ms_for(step_tokens) if step_tokens else None
         if step_ms is None:
-            return GRANT_UNMEASURED_MS_MAX
-        return T_PUT_MS + min(int(GRANT_STEPS_MAX * step_ms), GRANT_UNMEASURED_MS_MAX)
+            return T_PUT_MS + GRANT_STEPS_MS_MAX
+        return T_PUT_MS + int(min(GRANT_STEPS_MAX * step_ms, GRANT_STEPS_MS_MAX))
 
     @property
     def is_gone(self) -> bool:

@@ -216,7 +216,7 @@ class Lending:
 
     def is_growing(self, entry: Entry, instance: Instance) -> bool:
         """Whether fresh memory is on its way to this engine: then nothing need be evicted."""
-        return self._host.will_grow(entry.layout) or any(
+        return self._host.will_grow(entry.layout, entry.used_ms) or any(
             region.number not in instance.open_regions
             and entry.used_ms - region.ready_since_ms < MAP_MS_MAX
             for region in self._host.usable(entry.layout)
@@ -224,10 +224,10 @@ class Lending:
 
     def _evict_for(self, instance: Instance) -> bool:
         """Evict the oldest leaf whose cells this instance can use; whether there was one."""
-        victim = self._index.next_to_evict(instance.open_regions)
-        if victim is None:
+        entry = self._index.next_to_evict(instance.open_regions)
+        if entry is None:
             return False
-        self.evict(victim, EvictCause.ROOM)
+        self.evict(entry, EvictCause.ROOM)
         return True
 
     def _grant(self, entry: Entry, engine_id: str, waiting: set[Worker], now_ms: int) -> Grant:

@@ -21,7 +21,7 @@ class Name(NamedTuple):
 
 
 class Promotion:
-    """From the first tier that is asked to the answer."""
+    """One lookup on its way through the tiers, from the first that is asked to the answer."""
 
     __slots__ = (
         "began_ms",

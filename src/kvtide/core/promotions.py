@@ -44,6 +44,8 @@ PROMOTING_RATIO_MAX = 0.25
 """Of the host that may be lent to tiers: what else is wanted then is answered as it is."""
 LOAD_MS_MIN = 200
 """So long a load may take whatever computing would: twice what the clock of these bounds shows."""
+COMPUTE_MS_MAX = 3_600_000
+"""Nobody computes longer; what an engine counts is its own word, and may be anything."""
 SILENCES_MAX = 5
 """After so many lookups in a row that waited for a tier in vain it is left alone"""
 SILENT_MS = 5_000
@@ -216,7 +218,8 @@ class Promotions:
         if choice.is_worth_loading(size_bytes, tokens, prefill):
             compute_ms = prefill.ms_for(tokens)
             if compute_ms is not None:
-                promotion.ends_ms = self._now() + max(int(compute_ms), LOAD_MS_MIN)
+                wait_ms = int(min(max(compute_ms, LOAD_MS_MIN), COMPUTE_MS_MAX))
+                promotion.ends_ms = self._now() + wait_ms
             return True
         self._cut(CutReason.SLOWER_THAN_COMPUTE)
         promotion.may_go_on = False

@@ -32,6 +32,8 @@ ANSWER_S_MAX = 2.0
 REQUEST_S_MAX = 2 * ANSWER_S_MAX
 """From a connection's beginning to its end, however slowly its client sends and reads."""
 TEXT = "text/plain; charset=utf-8"
+NEEDS_TOKEN = "send the token of http_token: Authorization: Bearer TOKEN\n"
+NEEDS_SETTING = "set http_token: this page is shown to whoever sends that\n"
 PAGES_MAX = 16
 """Requests at one time; those above are closed unanswered."""
 
@@ -55,7 +57,7 @@ class _Pages(BaseHTTPRequestHandler):
         elif path != "/status":
             self._answer(404, TEXT, "pages: /healthz /metrics /status\n")
         elif not self._may_see_status():
-            self._answer(403, TEXT, "needs the token of http_token\n")
+            self._answer(403, TEXT, NEEDS_TOKEN if self.server.token else NEEDS_SETTING)
         else:
             self._answer_with("application/json", self.server.ask(self.server.status))
 

@@ -31,8 +31,9 @@ from kvtide.tiers.base import (
 
 logger = logging.getLogger("kvtide.node")
 
-CLEARS_MAX = 256
-"""Clears that wait for the place; of more, all is cleared."""
+CLEARS_MAX = 8
+"""Clears that wait for the place; of more, all is cleared: each may hold up the owner's loop."""
+EVERYTHING = (None, None)
 
 
 class Coming(Protocol):
@@ -62,24 +63,28 @@ class LateTier:
 
     def lookup(self, job: LookupJob) -> None:
         if self._tier is not None:
-            return self._tier.lookup(job)
-        return self._end(Found(job.number, [], may_go_on=False))
+            self._tier.lookup(job)
+        else:
+            self._end(Found(job.number, [], may_go_on=False))
 
     def load(self, job: LoadJob) -> None:
         if self._tier is not None:
-            return self._tier.load(job)
-        return self._end(Loaded(job.number, LoadOutcome.ABSENT))
+            self._tier.load(job)
+        else:
+            self._end(Loaded(job.number, LoadOutcome.ABSENT))
 
     def store(self, job: StoreJob) -> None:
         if self._tier is not None:
-            return self._tier.store(job)
-        return self._end(Stored(job.number, StoreOutcome.BROKEN))
+            self._tier.store(job)
+        else:
+            self._end(Stored(job.number, StoreOutcome.BROKEN))
 
     def clear(self, salt_digest: bytes | None, fingerprint: bytes | None = None) -> int:
         if self._tier is not None:
             return self._tier.clear(salt_digest, fingerprint)
-        is_too_many = len(self._clears) >= CLEARS_MAX
-        self._clears[(None, None) if is_too_many else (salt_digest, fingerprint)] = None
+        self._clears[salt_digest, fingerprint] = None
+        if len(self._clears) > CLEARS_MAX or EVERYTHING in self._clears:
+            self._clears = {EVERYTHING: None}
         return 0
 
     def _end(self, done: Done) -> None:
@@ -114,8 +119,7 @@ class LateTier:
             return
         self._coming, self._tier = None, tier
         tier.tick(self._now_ms)
-        for salt_digest, fingerprint in self._clears:
-            tier.clear(salt_digest, fingerprint)
+        self._clear(tier)
         logger.info("the tier %s is open", self.name)
 
     # ---- numbers and the end
@@ -128,4 +132,11 @@ class LateTier:
     def close(self, timeout_s: float) -> None:
         tier = self._tier if self._coming is None else self._coming.take_back()
         if tier is not None:
+            self._clear(tier)
             tier.close(timeout_s)
+
+    def _clear(self, tier: Tier) -> None:
+        """What was cleared while it was not open is found by nobody."""
+        for salt_digest, fingerprint in self._clears:
+            tier.clear(salt_digest, fingerprint)
+        self._clears.clear()

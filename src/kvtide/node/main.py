@@ -32,7 +32,7 @@ from kvtide.clock import MonotonicClock
 from kvtide.core.host import LAYOUT_REGIONS_MIN, REGION_SLOTS_MIN
 from kvtide.core.machine import Machine
 from kvtide.core.parts import MachineConfig
-from kvtide.errors import ConfigError, KVTideError, NodeError
+from kvtide.errors import ConfigError, KVTideError, NodeError, reason_of
 from kvtide.memory import probe
 from kvtide.node.build import Way, open_tiers
 from kvtide.node.launch import EXIT_CONFIG, EXIT_FAULT
@@ -277,7 +277,7 @@ def become_node(way: Way) -> int:
         return asyncio.run(serve(config, places, way))
     except OSError as error:
         raise NodeError(
-            f"the node cannot serve at {places.socket}: {error}; see `kvtide doctor`"
+            f"the node cannot serve at {places.socket}: {reason_of(error)}; see `kvtide doctor`"
         ) from error
 
 

@@ -23,6 +23,10 @@ from typing import Protocol, TypeAlias
 from kvtide.core.layout import KVLayout
 from kvtide.core.records import Record, RootName
 
+NO_CAP_BYTES = 1 << 60
+"""A cap of so much is none: a repair evicts nothing, nor does a trial at a place that others use,
+which does not wait until it is known what is there."""
+
 
 class LoadOutcome(enum.StrEnum):
     """How a load ended; the cells hold the record's bytes only if it was LOADED."""

@@ -7,7 +7,7 @@ from kvtide.core.messages import Command, CommandAnswer
 from kvtide.errors import NodeError, NodeUnreachable
 from kvtide.wire.frames import FrameReader, encode, receive
 from kvtide.wire.peer import check_own
-from kvtide.wire.places import Places, check_socket_path, who_starts_one
+from kvtide.wire.places import Places, check_socket_path, no_node
 
 ANSWER_S_MAX = 5.0
 """For a person who waits at a terminal; a node answers within milliseconds, or hangs."""
@@ -35,10 +35,11 @@ def ask(places: Places, name: str, arguments: dict[str, str] | None = None) -> d
             raise NodeUnreachable(
                 f"the node at {places.socket} does not answer; its log is {places.log}"
             ) from None
+        except (FileNotFoundError, ConnectionRefusedError):
+            raise NodeUnreachable(no_node(places)) from None
         except OSError as error:
             raise NodeUnreachable(
-                f"no node of this version listens at {places.socket} ({error.strerror});"
-                f" {who_starts_one(places)}"
+                f"the node at {places.socket} cannot be reached: {error.strerror or error}"
             ) from None
     if answer.error:
         raise NodeError(f"{answer.error}; `kvtide logs` says more")

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,14 +78,21 @@ def open_directory(directory: Path) -> Places:
     return Places(directory)
 
 
-def who_starts_one(places: Places) -> str:
-    """For people, where no node listens: what it takes until one does."""
-    if os.path.exists(places.stopped):
-        return (
-            "one was stopped on purpose: engines that ran then wait for the next, which an engine"
-            " that is started now, or `kvtide serve`, starts"
-        )
-    return "the first engine, or `kvtide serve`, starts one"
+def no_node(places: Places) -> str:
+    """For people, where no node listens: that it is so, and what it takes until one does."""
+    others = sorted(other.name for other in places.directory.glob("node-*.sock"))
+    others = [name for name in others if name != places.socket.name]
+    kind = f"node of this version (there is {', '.join(others)})" if others else "node"
+    is_so = f"no {kind} is running in {places.directory}"
+    try:
+        stopped_s = places.stopped.stat().st_mtime
+    except OSError:
+        return f"{is_so}. `kvtide serve`, or the next engine, starts one"
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(stopped_s))
+    return (
+        f"{is_so}: it was stopped on purpose at {when}. `kvtide serve`, or an engine that is"
+        " started now, starts the next"
+    )
 
 
 def check_socket_path(path: Path) -> None:

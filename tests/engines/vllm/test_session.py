@@ -99,11 +99,14 @@ def test_an_engine_that_may_start_no_node_says_where_none_is(
 
 @pytest.mark.parametrize("error", ["", "no such interpreter"])
 def test_an_engine_whose_nodes_end_at_once_says_where_their_log_is(
-    error: str, session: EngineSession, caplog: pytest.LogCaptureFixture
+    error: str,
+    session: EngineSession,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level("INFO", "vllm.kvtide")
     starter = session._starter
-    starter.absent = lambda _: None  # type: ignore[method-assign]
+    monkeypatch.setattr(starter, "absent", lambda _: None)
     starter.error = error
     starter.short_lives = 99
     assert starter.has_given_up
@@ -125,3 +128,19 @@ def test_what_is_on_is_said_in_one_line(
         "kvtide on: node 4711, host 16 GiB, fingerprint ab12cd34, blocks of 16, chunks of 16, "
     )
     assert line.endswith(FAILED_LOADS["recompute"])
+
+
+def test_an_engine_whose_node_was_stopped_says_so_once(
+    session: EngineSession, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts none itself; what starts the next one, the line says."""
+    caplog.set_level("INFO", "vllm.kvtide")
+    monkeypatch.setattr(session._starter, "absent", lambda _: pytest.fail("it was stopped"))
+    session._link.stopped_on_purpose = True
+    session.on_absent()
+    session.on_absent()
+    (line,) = caplog.messages
+    assert line.startswith("kvtide off: node_unreachable (it was stopped; kvtide serve, ")
+    session._welcome, session._sent = WELCOME, bytes(32)
+    session.on_message(m.Serving(), [])
+    assert caplog.messages[1].startswith("kvtide on: ")

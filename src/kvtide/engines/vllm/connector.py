@@ -106,6 +106,18 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No layer waits for us. Asked before any process is started, where graphs are captured:
+        settings that cannot be used stop the start here, minutes before a connector is made."""
+        settings.read(extra_config)
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> None:
+        """Any will do. Asked before a model is compiled: as above, for engines without graphs."""
+        settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTideStats:
         """Rebuild statistics in the API server's process."""
         return KVTideStats(data=data or {})

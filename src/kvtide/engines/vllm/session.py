@@ -310,7 +310,10 @@ class EngineSession:
             return
         if not self._config.engine.start_node:
             self._turn_off(Off(OffReason.NODE_UNREACHABLE, f"none at {self._places.socket}"))
-        elif not self._link.stopped_on_purpose:
+        elif self._link.stopped_on_purpose:
+            detail = "it was stopped; kvtide serve, or an engine that is started now, starts one"
+            self._turn_off(Off(OffReason.NODE_UNREACHABLE, detail))
+        else:
             self._starter.absent(time.monotonic())
             if self._starter.has_given_up:
                 detail = f"see {self._places.log}"

@@ -18,9 +18,10 @@ from kvtide.errors import CorruptRecord, UnknownFormat
 from kvtide.tiers.disk import sealing
 from kvtide.tiers.disk.cleared import is_cleared, told_by
 from kvtide.tiers.disk.columns import Columns
-from kvtide.tiers.disk.directory import Directory, parsed_name
+from kvtide.tiers.disk.directory import Directory
 from kvtide.tiers.disk.rows import Kept
 from kvtide.tiers.disk.scan import Scan, with_headers
+from kvtide.tiers.disk_names import parsed_name
 from kvtide.tiers.files import Files, SystemFiles
 from kvtide.tiers.scope import Scope
 

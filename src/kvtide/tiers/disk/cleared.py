@@ -83,6 +83,7 @@ class Clears:
         self._to_make: dict[str, None] = {}
         self._to_remove: dict[str, None] = {}
         self._left_alone = 0
+        self._do_they_fail = False  # the last did
 
     def __len__(self) -> int:
         return len(self._up_to)
@@ -146,13 +147,17 @@ class Clears:
             self._to_make, self._to_remove = {}, {}
             self._workers.clear(op, wait_s)
 
-    def ended(self, ended: Ended) -> None:
-        """What failed is still to do."""
+    def ended(self, ended: Ended) -> bool:
+        """What failed is still to do. Whether it tells how well the place works: that what failed
+        fails again does not."""
         op = ended.op
         assert isinstance(op, ClearOp), op
+        is_news = ended.error is None or not self._do_they_fail
+        self._do_they_fail = ended.error is not None
         if ended.error is None:
-            return
+            return is_news
         held = {name_of(scope, up_to) for scope, up_to in self._up_to.items()}
         self._to_make.update(dict.fromkeys(name for name in op.names if name in held))
         removed = [name for name in (*op.names, *op.old_names) if name not in held]
         self._to_remove.update(dict.fromkeys(removed))
+        return is_news

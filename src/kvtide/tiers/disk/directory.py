@@ -13,24 +13,22 @@ Anything else in it is somebody else's and left alone.
 import errno
 import logging
 import os
-import re
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtide.errors import ConfigError
+from kvtide.tiers.disk_names import LOCK, LOCK_BYTES_MAX, parsed_name
 from kvtide.tiers.files import REFUSED, Files, FileSize, page_memory, write_fully
 
 logger = logging.getLogger("kvtide.disk")
 
-LOCK = "LOCK"
 USED = "USED"
 SEGMENT, ROWS, INDEX = "segment", "rows", "index"
 SUFFIXES = (SEGMENT, ROWS, INDEX)
 TEMPORARY = ".tmp"
 SEGMENT_NUMBER_MAX = 99_999_999
 PROBE_BYTES = 4096
-_NAME = re.compile(r"([0-9]{8})\.(segment|rows|index)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ class Directory:
             self._lock(None)
         except OSError as error:
             raise ConfigError(
-                f"disk_path {self.path} cannot be used: {error.strerror or error};"
+                f"the disk {self.path} cannot be used: {error.strerror or error};"
                 " name a directory of a local drive that this user may write to"
             ) from error
 
@@ -131,7 +129,7 @@ class Directory:
             wrong = f"may be written to by others (its mode is {stat.S_IMODE(found.mode):o})"
         if wrong:
             raise ConfigError(
-                f"disk_path {self.path} {wrong}; its records are trusted, so it has to be this"
+                f"the disk {self.path} {wrong}; its records are trusted, so it has to be this"
                 " user's alone: name a directory below it, which the node makes, or chown it and"
                 " chmod it to 700"
             )
@@ -174,11 +172,11 @@ class Directory:
         """
         if self.files.lock(descriptor):
             return self._found(descriptor)
-        content = bytearray(32)
+        content = bytearray(LOCK_BYTES_MAX)
         count = self.files.read_at(descriptor, [memoryview(content)], 0)
         holder = content[:count].decode("ascii", "replace").strip() or "unknown"
         raise ConfigError(
-            f"disk_path {self.path} is used by process {holder}; one node may use it at a time"
+            f"the disk {self.path} is used by process {holder}; one node may use it at a time"
         )
 
     def _found(self, descriptor: int) -> FileSize:
@@ -262,7 +260,7 @@ class Directory:
             except OSError as error:
                 if error.errno == errno.EOPNOTSUPP:
                     raise ConfigError(
-                        f"disk_path {self.path}: its file system cannot punch holes, so space of"
+                        f"the disk {self.path}: its file system cannot punch holes, so space of"
                         " evicted records would not come back; use ext4, XFS, Btrfs or tmpfs"
                     ) from error
                 if error.errno not in REFUSED:
@@ -278,9 +276,3 @@ class Directory:
                 break
         if self.is_direct:
             logger.info("disk %s: O_DIRECT, past the page cache", self.path)
-
-
-def parsed_name(name: str) -> tuple[int, str] | None:
-    """Number and suffix of a file of ours; None for anything else."""
-    match = _NAME.fullmatch(name)
-    return (int(match[1]), match[2]) if match else None

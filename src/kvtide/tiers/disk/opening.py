@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from kvtide.errors import ConfigError
 from kvtide.tier_values import DISK
-from kvtide.tiers.disk.directory import parsed_name
 from kvtide.tiers.disk.tier import DiskTier
+from kvtide.tiers.disk_names import parsed_name
 from kvtide.tiers.registry import TierType
 
 RATIO_AUTO = 0.8
@@ -40,7 +40,7 @@ def bytes_of(path: Path, wanted: int | Literal["auto"]) -> int:
         taken = sum(entry.stat().st_blocks * 512 for entry in ours)
     except OSError as error:
         raise ConfigError(
-            f"the disk {path} cannot be used: {error.strerror}; correct disk_path"
+            f"the disk {path} cannot be used: {error.strerror}; correct its path"
         ) from error
     return int((free + taken) * RATIO_AUTO)
 

@@ -38,18 +38,20 @@ class StoreOp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FreeOp:
-    """Give the space of records of one segment back."""
+    """Give the space of records of one segment back; `is_again`: that has failed before."""
 
     segment: int
     places: list[Place]
+    is_again: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnlinkOp:
-    """Remove a segment, which holds no record any more."""
+    """Remove a segment, which holds no record any more; `is_again`: that has failed before."""
 
     segment: int
     places: list[Place]
+    is_again: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

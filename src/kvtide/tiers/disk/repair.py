@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvtide.tiers.base import NO_CAP_BYTES
 from kvtide.tiers.disk.tier import DiskTier
 
 CLOSE_S_MAX = 60.0
-BYTES_MAX = 1 << 62
-"""No cap: a repair evicts nothing."""
 
 
 @contextmanager
@@ -19,7 +18,7 @@ def opened(path: Path) -> Iterator[DiskTier]:
     Raises:
         ConfigError: a node has the directory, or it cannot be used.
     """
-    tier = DiskTier(path, BYTES_MAX, lambda: None, floor_bytes=0)
+    tier = DiskTier(path, NO_CAP_BYTES, lambda: None, floor_bytes=0)
     try:
         yield tier
     finally:

@@ -41,6 +41,7 @@ class Room:
         self._parked: dict[tuple[int, int], Place] = {}
         self._dirty: set[int] = set()
         self._failed: dict[int, list[Place]] = {}
+        self._again: set[int] = set()  # segments of which only what failed is to be given back
         self._removals_under_way = 0
 
     # ---- loads
@@ -87,6 +88,7 @@ class Room:
         segment = self._space.segments[place.segment]
         segment.live -= 1
         segment.doomed.append(place)
+        self._again.discard(segment.number)
         self._space.freeing_bytes += place.length_bytes
         self._dirty.add(segment.number)
 
@@ -130,10 +132,11 @@ class Room:
             places, segment.doomed = segment.doomed, []
             if segment.live == 0 and segment is not self._space.active:
                 segment.is_going = True
-                self._submit(segment, UnlinkOp(number, places))
+                self._submit(segment, UnlinkOp(number, places, number in self._again))
             elif places:
-                self._submit(segment, FreeOp(number, places))
+                self._submit(segment, FreeOp(number, places, number in self._again))
         self._dirty.clear()
+        self._again.clear()
 
     def _submit(self, segment: Segment, op: FreeOp | UnlinkOp) -> None:
         """To the one thread that works on this segment: never two at a time on its rows."""
@@ -146,8 +149,9 @@ class Room:
 
     # ---- how it ended
 
-    def ended(self, ended: Ended) -> None:
-        """A removal has ended; one that failed is tried again by `retry`."""
+    def ended(self, ended: Ended) -> bool:
+        """A removal has ended; one that failed is tried again by `retry`. Whether it tells how
+        well the place works: that one file still cannot be changed does not."""
         op = ended.op
         assert isinstance(op, FreeOp | UnlinkOp), op
         self._removals_under_way -= 1
@@ -158,13 +162,14 @@ class Room:
             self._failed.setdefault(op.segment, []).extend(op.places)
             if isinstance(op, UnlinkOp):
                 segment.is_going = False
-            return
+            return not op.is_again
         if isinstance(op, UnlinkOp):
             self._space.freeing_bytes -= sum(place.length_bytes for place in segment.doomed)
             self._failed.pop(op.segment, None)
             self._space.drop(segment)
         else:
             self._look_at(segment)
+        return True
 
     def retry(self) -> None:
         """Try again what could not be given back."""
@@ -172,6 +177,7 @@ class Room:
             self._space.segments[number].doomed += places
             self._space.freeing_bytes += sum(place.length_bytes for place in places)
         self._dirty.update(self._failed)
+        self._again.update(self._failed)
         self._failed.clear()
 
     def roll(self) -> None:

@@ -108,7 +108,10 @@ class Space:
         self.floor_bytes = 0
         self.refused_bytes: int | None = None  # so much was used when a write found no room
         self.refusals = 0  # how often that was learned
+        self.vain_bytes = 0
+        """Given up since a store had room, and not free above what the drive had before."""
         self._drive_bytes = 0  # used and free, when the drive was asked last
+        self._asked_used_bytes = 0  # used then
 
     @property
     def used_bytes(self) -> int:
@@ -137,7 +140,8 @@ class Space:
 
         A file system may give space back late (Btrfs does, with its next commit), and others may
         take it as fast as we give it. So the drive has become smaller, by more than half a
-        portion, only once it was asked again, which it is each second: no more is evicted before.
+        portion, only once it was asked again, which it is each second: no more is evicted before,
+        and nothing for a while once that was in vain (`vain_bytes`).
         """
         before_bytes = self._drive_bytes - self.portion_bytes // 2
         drive_bytes = max(before_bytes, self.used_bytes + self.free_bytes)
@@ -170,7 +174,11 @@ class Space:
 
     def asked_drive(self) -> None:
         """`free_bytes` is what the drive says now; see `held_bytes_max`."""
-        self._drive_bytes = self.used_bytes + self.free_bytes
+        drive_bytes = self.used_bytes + self.free_bytes
+        given_bytes = max(0, self._asked_used_bytes - self.used_bytes)
+        lost_bytes = self._drive_bytes - drive_bytes
+        self.vain_bytes = max(0, self.vain_bytes + min(lost_bytes, given_bytes))
+        self._drive_bytes, self._asked_used_bytes = drive_bytes, self.used_bytes
 
     def excess_bytes(self, need_bytes: int, limit_bytes: int) -> int:
         """What is still to be evicted to stay below a limit, beside what is on its way out."""

@@ -29,18 +29,17 @@ from kvtide.tiers.disk.cleared import Clears, parsed
 from kvtide.tiers.disk.columns import Columns
 from kvtide.tiers.disk.directory import (
     INDEX,
-    LOCK,
     ROWS,
     SEGMENT,
     SUFFIXES,
     TEMPORARY,
     USED,
     Directory,
-    parsed_name,
 )
 from kvtide.tiers.disk.intake import LazyCatalog
 from kvtide.tiers.disk.sealing import Scratch
 from kvtide.tiers.disk.space import FLOOR_BYTES, FLOOR_RATIO, PAGE, Segment, Space
+from kvtide.tiers.disk_names import LOCK, parsed_name
 from kvtide.tiers.files import FileSize
 from kvtide.units import format_bytes
 
@@ -95,7 +94,7 @@ def open_directory(
     except OSError as error:
         directory.free()
         raise ConfigError(
-            f"disk_path {directory.path} cannot be read: {error.strerror or error}"
+            f"the disk {directory.path} cannot be read: {error.strerror or error}"
         ) from error
     except ConfigError:
         directory.free()

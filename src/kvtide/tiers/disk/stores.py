@@ -43,6 +43,11 @@ WRITING_RATIO_MAX = 1 / 32
 """And so much of the cap: until it is measured, what is being written counts twice."""
 REFUSED_MS = 60_000
 """So long after a write that found no room it is not tried whether there is more by now."""
+VAIN_PORTIONS_MAX = 8
+"""Evicted for room that did not come: the drive keeps what we give, in a snapshot, or others take
+it. Then stores end, and what is there stays."""
+VAIN_MS = 600_000
+"""So long after that one more portion shows whether it is still so."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -65,6 +70,7 @@ class Stores:
         self.now_ms = 0
         self._pending = PendingStores()
         self._refused_ms = 0
+        self._hoped_ms = 0  # when evicting was last expected to make room
         self._is_told = False
         self._early: list[Pending] = []  # those that the catalog was not asked about yet
         self._disk = disk
@@ -276,7 +282,7 @@ class Stores:
         is_short = not space.is_above_floor(reserve) or space.was_refused(reserve)
         if is_short and is_counted_twice:
             return False
-        if not space.could_hold(reserve):
+        if not space.could_hold(reserve) or (is_short and self._is_vain()):
             self._drop([pending], StoreOutcome.NO_ROOM)
             return True
         if is_short or not space.is_room_for(reserve):
@@ -287,6 +293,7 @@ class Stores:
                 self._drop([pending], StoreOutcome.NO_ROOM)
                 return True
         segment = space.active or space.begin()
+        space.vain_bytes = 0
         place = space.place(segment, state.kind, length, record.blocks)
         space.reserved_bytes += reserve
         pending.op = StoreOp(pending.job, place, state.kind, pending.kind, reserve, space.refusals)
@@ -294,6 +301,17 @@ class Stores:
         self._pending.written[pending.op] = pending
         self._workers.write(pending.op)
         return True
+
+    def _is_vain(self) -> bool:
+        """Whether what is evicted makes no room on the drive."""
+        space = self._space
+        limit = VAIN_PORTIONS_MAX * space.portion_bytes
+        if space.vain_bytes >= limit:
+            if self.now_ms - self._hoped_ms < VAIN_MS:
+                return True
+            space.vain_bytes = limit - space.portion_bytes
+        self._hoped_ms = self.now_ms
+        return False
 
     def _make_room(self, need_bytes: int) -> bool:
         """Evict for a store; whether there will be room."""

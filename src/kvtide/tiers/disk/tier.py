@@ -282,8 +282,7 @@ class DiskTier:
 
     def _place_to_probe(self) -> Place | None:
         """Of a record that could be read, as far as is known; None: there is none."""
-        keys, suspects = self._catalog.index.items(), self._unreadable.suspects
-        row = next((row for key, row in keys if key not in suspects), None)
+        row = self._unreadable.row_to_probe(self._catalog.index)
         return None if row is None else self._catalog.place(row)
 
     def _take_results(self) -> None:
@@ -303,14 +302,14 @@ class DiskTier:
                     self._judge_write(ended)
             case FreeOp() | UnlinkOp() as op:
                 self._space.measured(op.segment, ended.allocated)
-                self._room.ended(ended)
-                self._judge_write(ended)
+                if self._room.ended(ended):
+                    self._judge_write(ended)
             case SealOp() as op:
                 self._space.measured(op.segment, ended.allocated)
                 self._room.sealed(ended)
             case ClearOp():
-                self._clears.ended(ended)
-                self._judge_write(ended)
+                if self._clears.ended(ended):
+                    self._judge_write(ended)
             case MeasureOp():
                 self._is_measuring = False
                 self._space.asked_drive()
@@ -321,9 +320,11 @@ class DiskTier:
             case ReadProbeOp() as op:
                 self._look_at_directory()
                 error = ended.error
-                if error is None and self._are_all_hung:
+                if error is not None:
+                    self._unreadable.was_probed_badly()
+                elif self._are_all_hung:
                     error = OSError(errno.ETIMEDOUT, "loads have not come back")
-                if error is None and op.place is not None:
+                elif op.place is not None:
                     self._unreadable.was_read(None)
                 self._reads.probed(error, self._now_ms)
 
@@ -359,8 +360,8 @@ class DiskTier:
                 self._break_reads()
         elif outcome is LoadOutcome.LOADED and self._reads.is_open:
             self._reads.worked()
-        else:
-            self._reads.succeeded()
+        elif outcome is not LoadOutcome.CORRUPT or isinstance(ended.error, CorruptRecord):
+            self._reads.succeeded()  # a record that the drive does not give back is no success
         self._end_load(op.job, outcome)
 
     # ---- when the place fails

@@ -2,13 +2,17 @@
 
 A load that fails may mean the record or the place. So a record is given up only once its loads
 have failed twice in a row, and another was read well in between: then it is the record, and to
-keep it would cost each request for it a load in vain. A mount that fails takes nothing with it.
+keep it would cost each request for it a load in vain. What was read well speaks against one record
+only: a drive that reads now and then, and a mount that fails, take next to nothing with them.
+
+A probe that fails may mean its record too: the next one is of another.
 
 Ownership: the node's owner thread.
 """
 
 import errno
-from collections.abc import Container
+from collections.abc import Mapping
+from math import inf
 
 from kvtide.errors import CorruptRecord
 from kvtide.tiers.disk.ops import LoadOp
@@ -23,13 +27,25 @@ class Unreadable:
     """Which records could not be read when they were loaded last."""
 
     def __init__(self) -> None:
-        self._suspects: dict[bytes, int] = {}  # by key: what had been read well by then
+        # By key: what had been read well when a load of it failed; infinite: only a probe has.
+        self._suspects: dict[bytes, float] = {}
         self._read_count = 0
+        self._probed_key: bytes | None = None
 
-    @property
-    def suspects(self) -> Container[bytes]:
-        """Their keys."""
-        return self._suspects
+    def row_to_probe(self, index: Mapping[bytes, int]) -> int | None:
+        """Of a record that could be read, as far as is known; None: there is none."""
+        self._probed_key = next((key for key in index if key not in self._suspects), None)
+        return None if self._probed_key is None else index[self._probed_key]
+
+    def was_probed_badly(self) -> None:
+        """The probe of that record failed, for whatever reason."""
+        if self._probed_key is not None:
+            self._suspect(self._probed_key, inf)
+
+    def _suspect(self, key: bytes, read_count: float) -> None:
+        self._suspects[key] = read_count
+        if len(self._suspects) > SUSPECTS_MAX:
+            del self._suspects[next(iter(self._suspects))]
 
     def was_read(self, key: bytes | None) -> None:
         """A record was read well; None: the place was, whatever record."""
@@ -42,13 +58,15 @@ class Unreadable:
         key = op.job.record.key
         if not isinstance(error, OSError) or error.errno not in _UNREADABLE:
             return error
-        before = self._suspects.setdefault(key, self._read_count)
+        before = min(self._suspects.get(key, inf), self._read_count)
         if before < self._read_count:
             del self._suspects[key]
+            self._suspects = {
+                other: max(count, self._read_count) for other, count in self._suspects.items()
+            }
             return CorruptRecord(
                 f"segment {op.place.segment} at byte {op.place.offset_bytes} cannot be read, twice"
                 f" in a row, where others can: errno {error.errno} ({error.strerror})"
             )
-        if len(self._suspects) > SUSPECTS_MAX:
-            del self._suspects[next(iter(self._suspects))]
+        self._suspect(key, before)
         return error

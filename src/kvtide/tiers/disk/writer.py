@@ -164,9 +164,9 @@ class Writer:
         match op:
             case StoreOp(place=place):
                 number, suffixes = place.segment, [SEGMENT, ROWS]
-            case FreeOp(number, _):
+            case FreeOp(segment=number):
                 suffixes = [SEGMENT, ROWS]
-            case UnlinkOp(number, _) | SealOp(number, _):
+            case UnlinkOp(segment=number) | SealOp(segment=number):
                 suffixes = list(SUFFIXES)
             case _:
                 return

@@ -24,7 +24,7 @@ from kvtide.tiers.remote.kinds import kind_of
 from kvtide.tiers.remote.session import Put
 from kvtide.tiers.scope import Scope
 
-VERSION = 1
+VERSION = 2
 """Of rows, members, parts and their names; another one has an index of its own."""
 SCRIPT = (resources.files(__package__) / "index.lua").read_bytes()
 _SHA = hashlib.sha1(SCRIPT, usedforsecurity=False).hexdigest().encode()

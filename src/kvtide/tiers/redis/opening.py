@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvtide.errors import ConfigError
+from kvtide.errors import ConfigError, reason_of
 from kvtide.tier_values import REDIS
 from kvtide.tiers.redis.index import WriteIds
 from kvtide.tiers.redis.routes import Limits
@@ -52,8 +52,10 @@ def read_password(path: Path) -> str:
     try:
         with path.open("rb") as file:
             text = file.read(PASSWORD_BYTES_MAX).decode().split("\n")[0].rstrip("\r")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"password_file {path} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"password_file {path} cannot be read: {reason_of(error)}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"password_file {path} cannot be read: it is not text") from error
     if not text:
         raise ConfigError(f"password_file {path} is empty")
     return text
@@ -71,8 +73,9 @@ def tls_context(
         context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
         if cert_file is not None:
             context.load_cert_chain(cert_file, key_file)
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise ConfigError(f"a file for TLS cannot be used: {error}") from error
+    except (OSError, ValueError) as error:  # ssl.SSLError is both
+        reason = reason_of(error) if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"a file for TLS cannot be used: {reason}") from error
     return context
 
 

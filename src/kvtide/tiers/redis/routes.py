@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from kvtide.errors import PlaceFailed
+from kvtide.errors import PlaceFailed, reason_of
 from kvtide.redis_address import Address, shown_host
 from kvtide.tiers.redis.resolving import addresses_of
 from kvtide.tiers.redis.resp import Connection, Reply, ServerError
@@ -206,7 +206,7 @@ class Routes:
             try:
                 return self._master_by(host) if address.watched else self._seen(host)
             except (PlaceFailed, OSError) as error:
-                failed.append(reason_of(error))
+                failed.append(failure_of(error))
                 self._failed_s[host] = time.monotonic()
         raise PlaceFailed("; ".join(dict.fromkeys(failed)))
 
@@ -244,7 +244,7 @@ class Routes:
         if connection is None:
             try:
                 connection = self._greeted(host)
-            except PlaceFailed:
+            except (PlaceFailed, OSError):  # it may also accept, and then say nothing
                 self._forget_places()  # another one may have by now what it had
                 raise
             with self._lock:
@@ -271,7 +271,7 @@ class Routes:
             sock = self._socket(host)
         except OSError as error:  # ssl.SSLError is one
             where = self._address.path or shown_host(*host)
-            raise PlaceFailed(f"{where} cannot be reached: {error}") from error
+            raise PlaceFailed(f"{where} cannot be reached: {reason_of(error)}") from error
         connection = Connection(sock, self._limits.silent_s)
         connection.limit(self._until_s)
         return connection
@@ -339,10 +339,11 @@ class Routes:
             _expect_ok(connection.read())
 
 
-def reason_of(error: PlaceFailed | OSError) -> str:
+def failure_of(error: PlaceFailed | OSError) -> str:
     """What failed, in words; TimeoutError is an OSError, and ssl.SSLError."""
-    is_late = isinstance(error, TimeoutError | BlockingIOError)
-    return "it did not answer in time" if is_late else str(error)
+    if isinstance(error, TimeoutError | BlockingIOError):
+        return "it did not answer in time"
+    return reason_of(error) if isinstance(error, OSError) else str(error)
 
 
 def _expect_ok(reply: Reply) -> None:

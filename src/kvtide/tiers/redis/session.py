@@ -8,6 +8,7 @@ there from the one call that puts its row into the index; a kill before it leave
 index knows as loose, which are removed by whoever stores next, a minute later.
 """
 
+import logging
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,12 +21,14 @@ from kvtide.redis_address import Address
 from kvtide.tiers.base import LoadOutcome, LookupJob, StoreOutcome
 from kvtide.tiers.redis.index import Index, WriteIds
 from kvtide.tiers.redis.resp import Connection, ServerError
-from kvtide.tiers.redis.routes import REDIRECTS_MAX, Limits, Redirected, Routes, reason_of
+from kvtide.tiers.redis.routes import REDIRECTS_MAX, Limits, Redirected, Routes, failure_of
 from kvtide.tiers.redis.stores import Stores
 from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.remote.session import Put
 from kvtide.tiers.scope import Scope
+
+logger = logging.getLogger("kvtide.tiers")
 
 Result = TypeVar("Result")
 _Part: TypeAlias = tuple[bytes, list[memoryview]]
@@ -39,7 +42,7 @@ server keeps no more than this for a reader that is slow."""
 class RedisSession:
     """See `Session`."""
 
-    answers_lookups = False
+    knows_names = False
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class RedisSession:
         limits: Limits,
     ) -> None:
         """Nothing is connected yet."""
+        self._shown = f"redis {address}"
         self._limits = limits
         self._routes = Routes(address, tls, limits)
         self._known = known
@@ -101,7 +105,7 @@ class RedisSession:
                     self._routes.redirected(error)
             raise PlaceFailed("its servers name one another for the same key")
         except OSError as error:
-            raise PlaceFailed(reason_of(error)) from error
+            raise PlaceFailed(failure_of(error)) from error
         finally:
             self._routes.drop_busy()
 
@@ -131,7 +135,9 @@ class RedisSession:
             self._receive(reading, under_way, proof)
             if not proof.is_whole:
                 outcome = LoadOutcome.ABSENT  # evicted by the server, or expired
-        except CorruptRecord:
+        except CorruptRecord as error:
+            key = record.key.hex()
+            logger.warning("%s: record %s: %s; the record is removed", self._shown, key, error)
             outcome = LoadOutcome.CORRUPT
         if outcome is LoadOutcome.LOADED:
             self._known.note(record.key, write_id)

@@ -11,14 +11,16 @@ have its parts, since no order holds between them.
 Ownership: one thread's. Invariant: `_due` reads answers in the order in which they were asked for.
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
 from kvtide.codec.passing import HeaderWriter
+from kvtide.codec.record import WRITE_ID_BYTES
 from kvtide.errors import PlaceFailed
 from kvtide.tiers.base import StoreOutcome
 from kvtide.tiers.redis.index import Begun, GivenUp, Index, IndexAnswer, Sent
@@ -48,6 +50,8 @@ class _UnderWay:
     """A store that has not ended.
 
     Attributes:
+        put: what is sent; each time that it begins again by another write id.
+        asked: what was to be stored, as its caller knows it.
         parent: that of its parent, as long as it has not ended, either.
         is_orphan: its parent has ended, and is not kept.
         until_s: it has ended by then.
@@ -59,6 +63,7 @@ class _UnderWay:
     """
 
     put: Put
+    asked: Put
     parent: "_UnderWay | None"
     until_s: float
     begun: Begun | None = None
@@ -97,7 +102,7 @@ class Stores:
         self._due.clear()
         for one in self._under_way:
             if one.answer is None:
-                self._begin(one)
+                self._begin_again(one)
         while True:
             self._end(ended)
             self._take(next_put)
@@ -134,8 +139,13 @@ class Stores:
                 return
             above = (one for one in self._under_way if one.put.record.key == put.record.parent)
             until_s = time.monotonic() + self._put_s
-            self._under_way.append(_UnderWay(put, next(above, None), until_s))
+            self._under_way.append(_UnderWay(put, put, next(above, None), until_s))
             self._begin(self._under_way[-1])
+
+    def _begin_again(self, one: _UnderWay) -> None:
+        """By another write id: parts of the one before may be loose, and are removed in time."""
+        one.put = replace(one.put, write_id=os.urandom(WRITE_ID_BYTES))
+        self._begin(one)
 
     def _begin(self, one: _UnderWay) -> None:
         one.begun, one.refusal, one.is_sent, one.answer = None, None, False, None
@@ -231,13 +241,13 @@ class Stores:
                 for each in self._under_way:
                     if each.is_lost:
                         each.is_full = True
-                        self._begin(each)
+                        self._begin_again(each)
                 return
             self._under_way.popleft()
             for each in self._under_way:
                 if each.parent is one:  # nothing of what has ended, and no cell, stays known
                     each.parent, each.is_orphan = None, one.is_lost
-            ended(one.put, _OUTCOMES[answer])
+            ended(one.asked, _OUTCOMES[answer])
 
     # ---- answers
 

@@ -30,7 +30,7 @@ class Put:
 
     Attributes:
         record: what it is.
-        write_id: 16 random bytes, of this write alone.
+        write_id: 16 random bytes, of this write alone; a session may take others instead.
         cells: for each shard, the memory of its blocks.
     """
 
@@ -43,12 +43,12 @@ class Session(Protocol):
     """A client of one place, for one thread. Each call raises PlaceFailed where the place does
     not do what it is asked to; it has no connection with an unread answer then."""
 
-    answers_lookups: bool
-    """Whether `find` answers from what it knows, without asking the place: then only what was
-    loaded or stored tells that this works."""
+    knows_names: bool
+    """Whether `find` answers from memory, without asking the place: then only what was loaded or
+    stored tells that this works."""
 
     def find(self, job: LookupJob) -> tuple[list[Record], bool]:
-        """The records and `may_go_on` of a `Found`; in one round trip."""
+        """The records and `may_go_on` of a `Found`; in one round trip at most."""
 
     def load(self, record: Record, cells: Sequence[memoryview]) -> LoadOutcome:
         """LOADED, and each byte is proven; ABSENT; or CORRUPT. In both latter cases the record

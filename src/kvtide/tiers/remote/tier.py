@@ -318,12 +318,12 @@ class RemoteTier:
                 self._surveyed_ms = self._now_ms
                 if self._breaker.is_probing:
                     self._breaker.probed(ended.error, self._now_ms)
-        if not ended.is_told:
+        if ended.tells_of_place:
             self._judge(ended.error)
             if isinstance(ended.op, LoadOp):
                 self._judge_load(ended.op, ended.error)
         else:
-            self._tells_nothing(ended.op)
+            self._let_probe_again(ended.op)
 
     def _take_load(self, op: LoadOp, ended: Ended) -> None:
         self._loading.discard(op)
@@ -363,7 +363,7 @@ class RemoteTier:
         Its own cells are lent until it does come back."""
         for op in self._hung.look(self._workers.running(), self._now_ms):
             self._breaker.hung(_run_ms_max(op), self._now_ms)
-            self._tells_nothing(op)
+            self._let_probe_again(op)
         if self._is_blocked or (self._hung.told and self._breaker.is_open):
             self._end_what_waits(LoadOutcome.BROKEN, StoreOutcome.BROKEN)
 
@@ -387,11 +387,11 @@ class RemoteTier:
 
     def _end_waiting_loads(self, outcome: LoadOutcome) -> None:
         for load in self._workers.take_back_loads():
-            self._tells_nothing(load)
+            self._let_probe_again(load)
             self._loading.discard(load)
             self._end_load(load.job, outcome)
 
-    def _tells_nothing(self, op: Op) -> None:
+    def _let_probe_again(self, op: Op) -> None:
         """It was not tried, or does not come back; if it was a probe, another one may be."""
         if isinstance(op, LoadOp) and op.is_probe:
             self._load_breaker.unproven()

@@ -91,12 +91,16 @@ Op: TypeAlias = AskOp | LoadOp | StoreOp | ClearOp | ProbeOp | SweepOp
 
 @dataclass(slots=True)
 class Ended:
-    """How an operation ended: with `error`, or as it says. `is_told`: it does not tell whether the
-    place works; it was not asked, or another operation has the same error and tells of it."""
+    """How an operation ended: with `error`, or as it says.
+
+    Attributes:
+        tells_of_place: whether the place works; not where it was not asked, or where another
+            operation tells of the same error.
+    """
 
     op: Op
     error: PlaceFailed | None = None
-    is_told: bool = False
+    tells_of_place: bool = True
     outcome: LoadOutcome | StoreOutcome | None = None
     found: list[Record] = field(default_factory=list)
     may_go_on: bool = False
@@ -318,12 +322,12 @@ class Workers:
         match op:
             case AskOp(job):
                 found, may_go_on = session.find(job)
-                is_told = session.answers_lookups
-                return Ended(op, is_told=is_told, found=found, may_go_on=may_go_on)
+                tells = not session.knows_names
+                return Ended(op, tells_of_place=tells, found=found, may_go_on=may_go_on)
             case LoadOp(job):
                 outcome = session.load(job.record, job.cells)
-                is_told = session.answers_lookups and outcome is not LoadOutcome.LOADED
-                return Ended(op, outcome=outcome, is_told=is_told)
+                tells = not session.knows_names or outcome is LoadOutcome.LOADED
+                return Ended(op, outcome=outcome, tells_of_place=tells)
             case ProbeOp():
                 self._clear_all(session)
                 session.survey()
@@ -357,7 +361,8 @@ class Workers:
         def next_put() -> Put | None:
             op = waiting.pop() if waiting else self._next_store()
             while op is not None and op.is_doomed:
-                self._say(Ended(op, is_told=True, outcome=StoreOutcome.NOT_ANCHORED))
+                outcome = StoreOutcome.NOT_ANCHORED
+                self._say(Ended(op, tells_of_place=False, outcome=outcome))
                 begun.pop(op.write_id, None)
                 op = self._next_store()
             if op is None:
@@ -366,8 +371,9 @@ class Workers:
             return Put(op.job.record, op.write_id, op.job.cells)
 
         def ended(put: Put, outcome: StoreOutcome) -> None:
-            is_told = session.answers_lookups and outcome is not StoreOutcome.STORED
-            self._say(Ended(begun.pop(put.write_id), outcome=outcome, is_told=is_told))
+            tells = not session.knows_names or outcome is StoreOutcome.STORED
+            op = begun.pop(put.write_id)
+            self._say(Ended(op, outcome=outcome, tells_of_place=tells))
 
         try:
             self._clear_all(session)
@@ -378,7 +384,7 @@ class Workers:
             fault = self._fault(error)
         for number, op in enumerate(begun.values()):
             assert fault is not None, op.job.number
-            self._say(Ended(op, fault, is_told=number > 0))
+            self._say(Ended(op, fault, tells_of_place=number == 0))
 
     def _next_store(self) -> StoreOp | None:
         with self._lock:

@@ -70,6 +70,7 @@ class Client:
         credentials: Any = None,
     ) -> None:
         """Nothing is asked yet."""
+        self.bucket = bucket
         known: Any = {"unsigned_payload": True, **config}
         singly: Any = {**known, "disable_bulk_delete": True}
         options: Any = {**_STEADY, "timeout": timedelta(seconds=limit_s), **connection}
@@ -103,7 +104,7 @@ class Client:
         if content is None:
             return False
         if len(content) != wanted:
-            raise CorruptRecord(f"an object has {len(content)} bytes, expected {wanted}")
+            raise CorruptRecord(f"object {name} has {len(content)} bytes, expected {wanted}")
         at = 0
         for piece in pieces:
             piece[:] = content[at : at + len(piece)]
@@ -125,7 +126,7 @@ class Client:
                 return None
             raise PlaceFailed(_reason(error)) from error
         if content is None:
-            raise CorruptRecord(f"an object has more than {bytes_max} bytes")
+            raise CorruptRecord(f"object {name} has more than {bytes_max} bytes")
         return memoryview(content)
 
     async def get_start(self, name: str, length_bytes: int) -> memoryview | None:

@@ -9,6 +9,8 @@ What it misses all the same (written by a node whose clock is far behind, or evi
 itself), the look at everything finds, which is made when a place works again, too.
 """
 
+import asyncio
+import enum
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -19,9 +21,9 @@ from kvtide.core.keys import KEY_BYTES
 from kvtide.errors import CorruptRecord, PlaceFailed, UnknownFormat
 from kvtide.tiers.remote.kinds import kind_of
 from kvtide.tiers.s3 import names
-from kvtide.tiers.s3.client import LISTED_MAX, Client, Listed
+from kvtide.tiers.s3.client import LISTED_MAX, Client, Listed, gathered
 from kvtide.tiers.s3.mirror import USED_MAX, Mirror
-from kvtide.tiers.s3.names import Message
+from kvtide.tiers.s3.names import Message, Written
 
 LAG_MS = 60_000
 """Several times what a store may take, and what clocks differ by."""
@@ -35,8 +37,20 @@ TOLD_MAX = 2048
 """Latest records that a list of what is gone names: more than a node deletes between two looks."""
 TRIES_MAX = 8
 """Headers of one kind that are read between two looks at everything, where none can be read."""
+KINDS_MAX = 16
+"""Kinds whose headers are read at once: there is one for each salt."""
+HEADER_S = 1.0
+"""Less than a call may take, so that one object that never comes does not stop each look."""
+AGAIN_S = 600.0
+"""After a look that left a kind unknown: what is of it is not found, nor counted in the cap."""
 DELETED_MAX = 250
 """Records whose objects are deleted together."""
+
+
+class Header(enum.Enum):
+    """What came of asking for one."""
+
+    READ, GONE, UNREADABLE = range(3)
 
 
 class Listing:
@@ -53,6 +67,7 @@ class Listing:
         self._seen: set[str] = set()
         self._unread: set[str] = set()
         self._tries: Counter[bytes] = Counter()
+        self._is_any_unknown = False
         self._told: deque[bytes] = deque(maxlen=TOLD_MAX)
         self._told_names: list[str] = []
         self._used_names: list[str] = []
@@ -152,30 +167,57 @@ class Listing:
         await self._client.delete(old)
 
     async def _take_in(self, page: Sequence[Listed]) -> None:
+        unknown: dict[bytes, list[tuple[str, Written]]] = {}
         for one in page:
             written = names.parse_record(self._mirror.top, one.name)
-            if written is None or self._mirror.take_in(written):
-                continue
-            if await self._learn(one.name, written.kind):
-                self._mirror.take_in(written)
+            if written is not None and not self._mirror.take_in(written):
+                unknown.setdefault(written.kind, []).append((one.name, written))
+        ahead = asyncio.Semaphore(KINDS_MAX)
 
-    async def _learn(self, name: str, kind: bytes) -> bool:
-        """What a kind stands for, which a header of its records says; whether it does."""
-        self._tries[kind] += 1
-        if self._tries[kind] > TRIES_MAX:
-            return False
-        start = await self._client.get_start(name, HEADER_BYTES_MAX)
+        async def take_in(listed: Sequence[tuple[str, Written]]) -> None:
+            async with ahead:
+                await self._take_in_unknown(listed)
+
+        await gathered([asyncio.ensure_future(take_in(of)) for of in unknown.values()])
+
+    async def _take_in_unknown(self, listed: Sequence[tuple[str, Written]]) -> None:
+        """Names of one kind; a header of its records says what that stands for."""
+        is_unknown = False
+        for name, written in listed:
+            header = await self._learn(name, written.kind)
+            is_unknown = header is Header.UNREADABLE or (is_unknown and header is Header.GONE)
+            if header is Header.READ:
+                break
+        self._is_any_unknown |= is_unknown
+        for _, written in listed:
+            self._mirror.take_in(written)
+
+    async def _learn(self, name: str, kind: bytes) -> Header:
+        """What a kind stands for. Neither a call that was given up nor a header that is gone is a
+        try: they say nothing of it."""
+        if self._tries[kind] >= TRIES_MAX:
+            return Header.UNREADABLE
+        try:
+            async with asyncio.timeout(HEADER_S):
+                start = await self._client.get_start(name, HEADER_BYTES_MAX)
+        except TimeoutError as error:
+            self._tries[kind] += 1
+            raise PlaceFailed(f"a header did not come within {HEADER_S} s") from error
+        except PlaceFailed:  # counts: one object that is always refused would stop each look
+            self._tries[kind] += 1
+            raise
         if start is None:
-            return False
+            return Header.GONE
         try:
             record = read_header(start).record
         except (CorruptRecord, UnknownFormat):
-            return False
-        if kind_of(record.root, record.layout) != kind:
-            return False
+            record = None
+        if record is None or kind_of(record.root, record.layout) != kind:
+            self._tries[kind] += 1
+            return Header.UNREADABLE
         self._mirror.learned(record.root, record.layout)
         del self._tries[kind]
-        return True
+        return Header.READ
 
     # ---- everything
 
@@ -191,6 +233,7 @@ class Listing:
             self._began_at = self._mirror.newest - LAG_MS
             self._ending = [one for one in self._clears if one[1].stamp < self._began_at]
             self._tries.clear()
+            self._is_any_unknown = False
             self._mirror.begin_look()
 
     async def look(self) -> bool:
@@ -207,6 +250,11 @@ class Listing:
         elif self._folder == "r":
             self._mirror.end_look(self._began_at)
             self._folder, self._after, self.is_first = "p", "", False
+            if (
+                self._is_any_unknown
+            ):  # its parts look like left ones; what was cleared may be of it
+                self._folder = ""
+                self._look_s = min(self._look_s, time.monotonic() - LOOK_S + AGAIN_S)
         else:
             # All that was cleared before this look began was seen by it, and deleted since.
             await self._client.delete([name for name, _ in self._ending])
@@ -226,20 +274,20 @@ class Listing:
 
     # ---- what goes
 
-    async def delete_victims(self) -> bool:
+    async def delete_given_up(self) -> bool:
         """Some of them; whether there were any. Others are told."""
-        victims = self._mirror.take_victims(DELETED_MAX)
-        if not victims:
+        given_up = self._mirror.take_given_up(DELETED_MAX)
+        if not given_up:
             return False
         top = self._mirror.top
-        objects = [names.names_of(top, one.written, one.kind.layout) for one in victims]
+        objects = [names.names_of(top, one.written, one.kind.layout) for one in given_up]
         try:
             await self._client.delete([*chain.from_iterable(objects), *self._told_names])
         except BaseException:
-            self._mirror.not_deleted(victims)
+            self._mirror.not_deleted(given_up)
             raise
-        self._mirror.deleted(victims)
-        self._told.extend(one.written.key + one.written.write_id for one in victims)
+        self._mirror.deleted(given_up)
+        self._told.extend(one.written.key + one.written.write_id for one in given_up)
         message = Message(self._mirror.next_stamp(), self._writer, "gone")
         self._told_names = [names.message_name(top, message)]
         await self._client.put(self._told_names[0], [b"".join(self._told)])

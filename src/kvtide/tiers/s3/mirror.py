@@ -5,7 +5,7 @@ for each chunk of a prompt. What others write or take away is found here when th
 has listed it; until then it is a miss.
 
     name ──► `Tree`
-    gone ──► `victims`, which are still in the bucket and count, until they are deleted
+    gone ──► `given_up`, which are still in the bucket and count, until they are deleted
 
 Ownership: under `lock`; names are taken in and given up by the thread that writes, and given up by
 those that load, too.
@@ -51,7 +51,7 @@ class Mirror:
         self._census = census
         self._clears: dict[Message, None] = {}
         self._gone: dict[bytes, None] = {}
-        self._victims: dict[bytes, Row] = {}  # by write id
+        self._given_up: dict[bytes, Row] = {}  # by write id
         self._looks = 0
         self._used: dict[bytes, None] = {}  # ends of what was found since it was told
 
@@ -149,7 +149,7 @@ class Mirror:
             held = self._tree.index.get(written.key)
             if held is not None and held.written == written:
                 held.seen = self._looks
-            elif written.write_id not in self._victims:
+            elif written.write_id not in self._given_up:
                 self._come(row, held)
             return True
 
@@ -185,6 +185,8 @@ class Mirror:
             if held is not None:
                 self._give_up(held)
                 return
+            if written.write_id in self._given_up:  # its name was seen, and is counted
+                return
             row = Row(Kind(record.root, record.layout), written, self._looks)
             self.used_bytes += row.length_bytes
             self._drop(row)
@@ -194,9 +196,9 @@ class Mirror:
         with self.lock:
             self._give_up(self._of_write(key, write_id))
             self._remember_gone(write_id)
-            victim = self._victims.pop(write_id, None)
-            if victim is not None:
-                self.deleted([victim])
+            row = self._given_up.pop(write_id, None)
+            if row is not None:
+                self.deleted([row])
 
     def _of_write(self, key: bytes, write_id: bytes) -> Row | None:
         held = self._tree.index.get(key)
@@ -213,7 +215,7 @@ class Mirror:
         self._tell([row.kind.name for row in gone] if was_found else ())
 
     def _drop(self, row: Row) -> None:
-        self._victims[row.written.write_id] = row
+        self._given_up[row.written.write_id] = row
         self._remember_gone(row.written.write_id)
 
     def _remember_gone(self, write_id: bytes) -> None:
@@ -262,30 +264,32 @@ class Mirror:
 
     # ---- the bucket
 
-    def take_victims(self, count: int) -> list[Row]:
+    def take_given_up(self, count: int) -> list[Row]:
         """Some of what is to be deleted: in the end `deleted`, or put back by `not_deleted`."""
         with self.lock:
-            taken = list(self._victims.values())[:count]
+            taken = list(self._given_up.values())[:count]
             for row in taken:
-                del self._victims[row.written.write_id]
+                del self._given_up[row.written.write_id]
             return taken
 
-    def deleted(self, victims: Sequence[Row]) -> None:
+    def deleted(self, given_up: Sequence[Row]) -> None:
         """Their objects are gone."""
         with self.lock:
-            self.used_bytes -= sum(row.length_bytes for row in victims)
+            self.used_bytes -= sum(row.length_bytes for row in given_up)
             self._tell(())
 
-    def not_deleted(self, victims: Sequence[Row]) -> None:
+    def not_deleted(self, given_up: Sequence[Row]) -> None:
         """They wait again."""
         with self.lock:
-            self._victims = {row.written.write_id: row for row in victims} | self._victims
+            twice = [row for row in given_up if row.written.write_id in self._given_up]
+            self._given_up = {row.written.write_id: row for row in given_up} | self._given_up
+            self.deleted(twice)  # they were heard of again meanwhile, and counted again
 
     @property
-    def victims_bytes(self) -> int:
+    def given_up_bytes(self) -> int:
         """Of what is to be deleted."""
         with self.lock:
-            return sum(row.length_bytes for row in self._victims.values())
+            return sum(row.length_bytes for row in self._given_up.values())
 
     def begin_look(self) -> None:
         """All names are looked at from now on."""
@@ -326,7 +330,7 @@ class Mirror:
         """Assert that what is counted is what is there, and that the tree fits together."""
         with self.lock:
             self._tree.check_integrity()
-            rows = [*self._tree.index.values(), *self._victims.values()]
+            rows = [*self._tree.index.values(), *self._given_up.values()]
             counted = sum(row.length_bytes for row in rows)
             assert counted <= self.used_bytes, (counted, self.used_bytes)
 

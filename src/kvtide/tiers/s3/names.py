@@ -32,7 +32,7 @@ STEP_CHARS = 192
 """Of a name between two slashes: what stands on a file system has no more than 255."""
 PART_BYTES = 8 * MiB
 """Of one object: as much as one connection brings in a tenth of a second, from far away."""
-_FIXED_BYTES = WRITE_ID_BYTES + KIND_BYTES + 2 * KEY_BYTES
+_FIXED = struct.Struct(f"{WRITE_ID_BYTES}s{KIND_BYTES}s{KEY_BYTES}s{KEY_BYTES}s")
 _RECORD = re.compile(r"([0-9a-f]{12})\.([A-Za-z0-9_-]{128})((?:/[A-Za-z0-9_-]+)*)")
 _PART = re.compile(r"([0-9a-f]{12})\.([A-Za-z0-9_-]{64})\.(\d{1,4})")
 _MESSAGE = re.compile(
@@ -93,9 +93,9 @@ def parse_record(top: str, name: str) -> Written | None:
     if match is None:
         return None
     fixed, inner = _decoded(match[2]), _decoded(match[3].replace("/", ""))
-    if len(fixed) != _FIXED_BYTES or len(inner) % INNER_DIGEST_BYTES:
+    if len(fixed) != _FIXED.size or len(inner) % INNER_DIGEST_BYTES:
         return None
-    write_id, kind, parent, key = struct.unpack("<16s16s32s32s", fixed)
+    write_id, kind, parent, key = _FIXED.unpack(fixed)
     digests = inner + key[:INNER_DIGEST_BYTES]
     found = Written(int(match[1], 16), write_id, kind, parent, key, digests)
     return found if record_name(top, found) == name else None

@@ -13,6 +13,7 @@ was killed leaves no more than that behind.
 import time
 from collections.abc import Iterable
 
+from kvtide.tiers.base import NO_CAP_BYTES
 from kvtide.tiers.s3.client import Client
 from kvtide.tiers.s3.listing import Listing
 from kvtide.tiers.s3.mirror import Mirror
@@ -25,8 +26,6 @@ CLAIM_BYTES_MAX = GiB
 SPARE_RATIO = 1 / 64
 """Of the cap, for what is no record: lists of what is gone."""
 OWN_S_MAX = 60.0
-ENDLESS_BYTES = 1 << 60
-"""A cap of so much is none: that of a trial, which does not wait until all is known."""
 
 
 class Room:
@@ -47,7 +46,7 @@ class Room:
         self._writer = writer
         self._limit_bytes = int(bytes_max * (1 - SPARE_RATIO))
         self._claim_bytes = min(bytes_max // CLAIMS_PER_CAP, CLAIM_BYTES_MAX)
-        self._is_endless = bytes_max >= ENDLESS_BYTES
+        self._has_no_cap = bytes_max >= NO_CAP_BYTES
         self._listing = listing
         self._left_bytes = 0
         self._until_s = 0.0
@@ -55,7 +54,7 @@ class Room:
     async def take(self, length_bytes: int, sent_bytes: int, keep: Iterable[bytes]) -> bool:
         """Room for a record, where these bytes of earlier ones are on their way; none of the
         records with these keys is evicted for it."""
-        if self._listing.is_first and not self._is_endless:  # it is not known what is there
+        if self._listing.is_first and not self._has_no_cap:  # it is not known what is there
             await self._listing.refresh()
             return False
         if length_bytes > self._left_bytes or time.monotonic() > self._until_s:
@@ -87,8 +86,8 @@ class Room:
             await self._client.delete([old])
         await self._listing.refresh()
         while (over := self._over(claimed)) > 0:
-            self._mirror.evict(over - self._mirror.victims_bytes, keep)
-            if not await self._listing.delete_victims():
+            self._mirror.evict(over - self._mirror.given_up_bytes, keep)
+            if not await self._listing.delete_given_up():
                 return False
         self._left_bytes, self._until_s = size, began_s + OWN_S_MAX
         return True

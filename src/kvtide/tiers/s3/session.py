@@ -9,8 +9,8 @@ with each survey what is new, and now and then all names, a page at a time betwe
 """
 
 import asyncio
+import logging
 import os
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -31,6 +31,8 @@ from kvtide.tiers.s3.mirror import Mirror
 from kvtide.tiers.s3.names import Message, Written, message_name
 from kvtide.tiers.s3.room import Room
 from kvtide.tiers.scope import Scope
+
+logger = logging.getLogger("kvtide.s3")
 
 Result = TypeVar("Result")
 
@@ -64,7 +66,7 @@ class _UnderWay:
 class S3Session:
     """See `Session`."""
 
-    answers_lookups = True
+    knows_names = True
 
     def __init__(self, client: Client, mirror: Mirror, bytes_max: int, limits: Limits) -> None:
         """Nothing is asked yet."""
@@ -152,7 +154,7 @@ class S3Session:
             self._mirror.end_load(loading)
         if outcome is not LoadOutcome.LOADED:
             self._mirror.remove(loading.written)
-            await self._delete_victims()
+            await self._delete_given_up()
         return outcome
 
     async def _got(
@@ -175,7 +177,10 @@ class S3Session:
                 if not await call:
                     return LoadOutcome.ABSENT
                 proof.came(pieces)
-        except CorruptRecord:
+        except CorruptRecord as error:
+            place, key = f"{self._client.bucket}/{self._mirror.top}", record.key.hex()
+            # Its words alone: who keeps what was logged would keep the cells by its frames.
+            logger.warning("s3 %s: record %s: %s; it is removed", place, key, str(error))
             return LoadOutcome.CORRUPT
         finally:
             await gathered(calls, are_needed=False)
@@ -196,7 +201,7 @@ class S3Session:
                 if not under_way:
                     break
                 await self._end(ended)
-            await self._delete_victims()
+            await self._delete_given_up()
         finally:
             begun = [one for one in under_way if one.sending is not None]
             under_way.clear()
@@ -259,16 +264,16 @@ class S3Session:
 
     # ---- the rest
 
-    async def _delete_victims(self) -> bool:
+    async def _delete_given_up(self) -> bool:
         """Whether there were any."""
-        return await self._listing.delete_victims()
+        return await self._listing.delete_given_up()
 
     async def _clear(self, scope: Scope) -> int:
         await self._listing.refresh()  # later than all that is there
         message = Message(self._mirror.next_stamp(), self._writer, "clear", scope=scope)
         await self._client.put(message_name(self._mirror.top, message), [b""])
         count = self._mirror.clear(message)
-        await self._delete_victims()  # all of a small one; the others are swept
+        await self._delete_given_up()  # all of a small one; the others are swept
         return count
 
     async def _survey(self) -> None:
@@ -279,14 +284,16 @@ class S3Session:
         except BaseException:
             self._listing.look_again()
             raise
-        is_first, until_s = self._listing.is_first, time.monotonic() + FIRST_LOOK_S
+        is_first = self._listing.is_first
         self._listing.begin_look()
-        while is_first and time.monotonic() < until_s and await self._sweep():
-            pass
+        with suppress(TimeoutError):  # what was learned is kept: sweeps go on
+            async with asyncio.timeout(FIRST_LOOK_S):
+                while is_first and await self._sweep():
+                    pass
         self._mirror.tell_all()
 
     async def _sweep(self) -> bool:
-        if await self._delete_victims():
+        if await self._delete_given_up():
             return True
         return await self._listing.look()
 

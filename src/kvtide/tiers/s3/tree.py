@@ -22,11 +22,9 @@ from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.core.layout import KVLayout
 from kvtide.core.records import Record, RootName
 from kvtide.tiers.base import LookupJob
+from kvtide.tiers.firsts import CANDIDATES_MAX, shared_blocks
 from kvtide.tiers.remote.kinds import kind_of
 from kvtide.tiers.s3.names import Written
-
-CANDIDATES_MAX = 128
-"""Records with one first block that a partial match looks at, latest first: bounds a lookup."""
 
 
 class Kind:
@@ -288,14 +286,6 @@ def _longest(above: Row | Kind, digests: bytes) -> Row | None:
     """The child that shares most blocks."""
     return max(
         _beginning(above, digests),
-        key=lambda row: _shared_blocks(row.written.digests, digests),
+        key=lambda row: shared_blocks(row.written.digests, digests),
         default=None,
     )
-
-
-def _shared_blocks(mine: bytes, theirs: bytes) -> int:
-    if mine.startswith(theirs):
-        return len(theirs) // INNER_DIGEST_BYTES
-    pairs = range(0, min(len(mine), len(theirs)), INNER_DIGEST_BYTES)
-    differs = (at for at in pairs if mine[at : at + 16] != theirs[at : at + 16])
-    return next(differs, len(pairs) * INNER_DIGEST_BYTES) // INNER_DIGEST_BYTES

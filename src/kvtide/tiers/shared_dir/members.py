@@ -261,23 +261,28 @@ class Place:
         except FileExistsError:
             return False
         try:
-            self._write(descriptor)
+            self._write(descriptor, self._nobody() if self.is_contested else self._text())
         except OSError:
-            with suppress(OSError):  # else it would keep everybody away for two minutes
-                self.files.unlink(self.at(member, OWNER))
+            if not self.is_contested:  # else it would keep everybody away for two minutes
+                with suppress(OSError):
+                    self.files.unlink(self.at(member, OWNER))
             raise
         finally:
             self.files.close(descriptor)
         return True
 
-    def _write(self, descriptor: int) -> None:
-        write_fully(self.files, descriptor, [self._text()], 0)
+    def _write(self, descriptor: int, text: bytes) -> None:
+        write_fully(self.files, descriptor, [text], 0)
         self.files.sync(descriptor)
         self._seen = _seen(self.files.size(descriptor))
 
     def _text(self) -> bytes:
         self._beats += 1
         return f"{self._incarnation} {self._process}\n{self._beats}\n".encode()
+
+    def _nobody(self) -> bytes:
+        """No process: that ours has ended would prove nothing of who had it before."""
+        return f"{self._incarnation}\n".encode()
 
     def _read(self, path: str) -> str:
         content = bytearray(OWNER_BYTES_MAX)
@@ -319,9 +324,15 @@ class Place:
         self.require()
         descriptor = self.files.open(self.at(self.own, OWNER), os.O_WRONLY)
         try:
-            self._write(descriptor)
+            self._write(descriptor, self._text())
         finally:
             self.files.close(descriptor)
+
+    def let_go(self) -> None:
+        """What was claimed could not be used. A contested folder stays so for the next one, who
+        may have it when this file of ours has been silent for long enough."""
+        if not self.is_contested:
+            self.free()
 
     def free(self) -> None:
         """The next one may have it at once."""

@@ -183,7 +183,7 @@ def claimed(place: Place) -> Journal:
             if place.is_made:  # it is not one file, it is the place
                 raise
             logger.warning("shared_dir %s: %s; that folder is left alone", place.path, error)
-            place.free()
+            place.let_go()
             others.append(place.own)
 
 
@@ -399,6 +399,7 @@ class Hands:
 
     def _claim(self, op: ClaimOp, ended: Ended) -> None:
         self._require_place()  # nothing is made where it was mounted
+        lost = self._place.own
         try:
             journal = claimed(self._place)
             own, last = self._place.own, journal.live.sequence
@@ -406,7 +407,8 @@ class Hands:
                 mine = {own: min(up_to[own], last)} if own in up_to else {}
                 journal.clear(ClearedRow(scope, up_to | mine))
         except (OSError, KVTideError) as error:
-            self._place.free()  # half of it would be taken for the whole by the next probe
+            self._place.let_go()
+            self._place.own = lost  # the next probe would take half of another for the whole
             raise FolderLost(f"no other folder could be taken so far: {error}") from error
         self._journal.close()
         self._journal = ended.journal = journal
