@@ -5,12 +5,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from kvtide.errors import PlaceFailed
+import pytest
+
+from kvtide.errors import ConfigError, PlaceFailed
 from kvtide.mooncake_address import Address
 from kvtide.testing.mooncake_servers import Store
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.tiers.mooncake.client import Place
 from kvtide.tiers.mooncake.master import Master
+from kvtide.tiers.mooncake.opening import require_client
 from kvtide.tiers.mooncake.session import MooncakeSession
 from kvtide.tiers.remote.tier import RemoteTier
 from kvtide.units import MiB
@@ -20,6 +23,18 @@ QUEUE_BYTES_MAX = 8 * MiB
 WAIT_S = 60.0
 PATIENT_S = 30.0
 """For what does not measure waiting, on a machine that is busy."""
+
+
+def missing() -> str:
+    """What has to be installed before a store can be used here."""
+    try:
+        require_client()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+needs_client = pytest.mark.skipif(missing() != "", reason=missing() or "all is there")
 
 
 class WarmSession(MooncakeSession):

@@ -15,11 +15,12 @@ from kvtide.testing.tier_suite import TierTests
 from kvtide.tiers.base import Tier
 from kvtide.tiers.mooncake.names import names_of
 from kvtide.tiers.remote.tier import RemoteTier
-from tests.tiers.mooncake_place import PREFIX, QUEUE_BYTES_MAX, WAIT_S, open_mooncake
+from tests.tiers.mooncake_place import PREFIX, QUEUE_BYTES_MAX, WAIT_S, needs_client, open_mooncake
 
 EVICTS = "the store evicts by itself, what nobody asked for longest, and tells nobody what"
 
 
+@needs_client
 @pytest.mark.long
 class TestMooncake(TierTests):
     """The suite, through a proxy of the master that can go away."""

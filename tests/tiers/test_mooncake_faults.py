@@ -22,8 +22,10 @@ from kvtide.testing.tier_records import BLOCKS_PER_CHUNK, chain_of, layout_of, r
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.mooncake.names import names_of
 from kvtide.units import KiB
-from tests.tiers.mooncake_place import PREFIX, WAIT_S, driven
+from tests.tiers.mooncake_place import PREFIX, WAIT_S, driven, needs_client
 from tests.tiers.redis_place import heal
+
+pytestmark = needs_client
 
 ROOT = root_of()
 SMALL = layout_of(4096, 8192)
@@ -31,6 +33,20 @@ LARGE = layout_of(64 * KiB)
 LATE_S_MAX = 10.0
 """Beyond a call's own limit: for threads to be scheduled on a busy machine."""
 PIDFD_GETFD = 438
+
+LISTENS = """
+import socket, sys
+from kvtide.tiers.mooncake.process import keep_listeners_inside
+listeners = [socket.create_server(("", 0)), socket.create_server(("::", 0), family=socket.AF_INET6)]
+keep_listeners_inside()
+names = [one.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16) for one in listeners]
+assert names == [b"lo\\0"] * 2, names
+caller = socket.create_connection(listeners[int(sys.argv[1])].getsockname()[:2])
+try:
+    keep_listeners_inside()
+except ConnectionError as error:
+    print(error)
+"""
 
 ASKS = """
 import sys, time
@@ -185,6 +201,27 @@ def test_what_an_owner_took_with_it_fails_and_another_takes_what_is_new(store: S
             tier.poll_for(0.05)
 
 
+def test_one_owner_of_several_that_dies_costs_what_it_had(store: Store) -> None:
+    """Lookups end where its values begin, at once: nothing else stops, though its master tells
+    of them for another ten seconds."""
+    chains = [chain_of(ROOT, SMALL, text(number, 10)) for number in range(30)]
+    store.add_owner(OWNED_BYTES_MIN)
+    with driven(store) as tier:
+        for chain in chains:
+            tier.keep(chain)
+        owner = store.owners.pop()
+        owner.kill()
+        owner.wait()
+        counts = []
+        for chain in chains:
+            found = tier.find(chain[:2], chain[2].digests)
+            assert found == chain[: len(found)]
+            assert {tier.load(record) for record in found} <= {LoadOutcome.LOADED}
+            counts.append(len(found))
+        assert tier.tier.statistics().state == "on"
+        assert set(counts) == {0, 1, 2, 3}, "whoever has a value is the luck of the draw"
+
+
 def test_a_store_that_hangs_costs_its_time_and_no_more(store: Store) -> None:
     """Its client ends with the call: nothing of it is written when the store goes on."""
     record = chain_of(ROOT, SMALL, text(1, 4))[0]
@@ -242,6 +279,14 @@ def test_nobody_from_outside_reaches_its_clients(store: Store) -> None:
             with one:
                 device = one.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)
                 assert device.rstrip(b"\0") == b"lo", one
+
+
+@pytest.mark.parametrize("family", [0, 1], ids=["IPv4", "IPv6"])
+def test_who_connects_before_a_listener_is_bound_is_noticed(family: int) -> None:
+    """Accepted or not. Its client ends then, before it has anything to give."""
+    command = [sys.executable, "-c", LISTENS, str(family)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.stdout.startswith("somebody was connected"), ended
 
 
 def test_clients_end_with_their_tier(store: Store) -> None:

@@ -1,9 +1,11 @@
 """Several nodes on one Mooncake Store, records of many windows, and what names say."""
 
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,11 +15,13 @@ from kvtide.testing.mooncake_servers import Store
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.mooncake import names
-from kvtide.tiers.mooncake.client import WINDOW_BYTES
+from kvtide.tiers.mooncake.client import WINDOW_BYTES, Client
 from kvtide.tiers.mooncake.loads import window_lengths
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.units import MiB
-from tests.tiers.mooncake_place import PREFIX, driven
+from tests.tiers.mooncake_place import PREFIX, WAIT_S, driven, needs_client
+
+pytestmark = needs_client
 
 ROOT = root_of()
 SMALL = layout_of(4096, 8192)
@@ -99,7 +103,35 @@ def test_a_clear_is_for_all_nodes(store: Store) -> None:
         assert other.find(records[:2], records[2].digests) == records
         assert other.tier.clear(None) == 3
         assert one.find(records[:2], records[2].digests) == []
-        assert store.names() == []
+        assert store.names() == [names.cleared_of(PREFIX)]
+
+
+def test_what_is_being_stored_at_a_clear_is_taken_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the node that stores it, when that has ended: the one that clears cannot see it yet."""
+    first, second, tail = chain_of(ROOT, SMALL, text(1, 10))
+    at_end, go_on = threading.Event(), threading.Event()
+    code = Client.code
+
+    def held(client: Client, name: str, *arguments: Any, **more: Any) -> int:
+        if name == "end_put":
+            at_end.set()
+            assert go_on.wait(WAIT_S)
+        return code(client, name, *arguments, **more)
+
+    with driven(store) as one, driven(store) as other:
+        one.keep([first])
+        monkeypatch.setattr(Client, "code", held)
+        stores = [one.submit_store(record) for record in (second, tail)]
+        assert at_end.wait(WAIT_S)
+        other.tier.clear(None)
+        while not other.tier._workers._is_quiet():
+            other.poll_for(0.01)
+        go_on.set()
+        assert {one.stored(job) for job in stores} == {StoreOutcome.NOT_ANCHORED}
+        assert store.names() == [names.cleared_of(PREFIX)]
+        assert one.store([first, second]) == [StoreOutcome.STORED] * 2
 
 
 def test_prefixes_share_nothing(store: Store) -> None:

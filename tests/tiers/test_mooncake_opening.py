@@ -16,6 +16,7 @@ from kvtide.tiers import registry
 from kvtide.tiers.base import LoadOutcome, StoreOutcome, Tier
 from kvtide.tiers.mooncake import opening
 from kvtide.units import MiB
+from tests.tiers.mooncake_place import needs_client
 from tests.tiers.redis_place import driving, heal
 
 CHAIN = chain_of(root_of(), layout_of(4096, 8192), text(1, 10))
@@ -27,6 +28,7 @@ def opened(**options: Any) -> Tier:
     return registry.load("mooncake").open(entry.options, lambda: None, 8 * MiB)
 
 
+@needs_client
 def test_an_entry_opens_a_tier(tmp_path: Path) -> None:
     """Its numbers are those of the whole store."""
     with mooncake_servers.running(tmp_path / "store", OWNED_BYTES_MIN) as store:
@@ -42,6 +44,7 @@ def test_an_entry_opens_a_tier(tmp_path: Path) -> None:
             assert 0 < numbers.bytes_used <= OWNED_BYTES_MIN
 
 
+@needs_client
 def test_a_master_that_tells_no_numbers_serves_all_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -61,6 +64,7 @@ def test_a_master_that_tells_no_numbers_serves_all_the_same(
     assert len(told) == 1, caplog.messages
 
 
+@needs_client
 def test_a_store_that_is_away_costs_a_start_nothing() -> None:
     """Refused, or an address that nobody has: the tier is there at once, and says what it is."""
     for url in ("mooncake://127.0.0.1:1", "mooncake://192.0.2.1"):
@@ -73,6 +77,7 @@ def test_a_store_that_is_away_costs_a_start_nothing() -> None:
             assert driven.find(CHAIN[:1]) == []
 
 
+@needs_client
 def test_a_machine_without_the_client_is_told_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

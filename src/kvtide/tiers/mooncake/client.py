@@ -37,6 +37,8 @@ START_S_MAX = 20.0
 """A process that is not ready by then never will be."""
 NOT_THERE = (-703, -704)
 """Being written, or no such name."""
+NOT_GIVEN = (-700, -800)
+"""It is there and does not come: the master learns that an owner has died only after a while."""
 THERE_ALREADY = -705
 NO_ROOM = -200
 _WHY = {
@@ -93,6 +95,8 @@ class Client:
         self.memory = memoryview(mmap.mmap(self._memory_fd, MEMORY_BYTES))
         """What both sides see."""
         self._reason = ""
+        self._came = ""
+        """What an owner gave last, by name."""
         with suppress(OSError):  # the first call tries again, and tells
             self._start()
 
@@ -135,6 +139,21 @@ class Client:
         """The same of several."""
         codes: list[int] = self.call(name, *arguments)
         return [self.judge(code, but) for code in codes]
+
+    def heads(self, names: Sequence[str], length: int) -> list[int]:
+        """The first bytes of each, one after the other in memory: this length, or negative where
+        it is not there, or lies with an owner that does not give it while another one does."""
+        codes: list[int] = self.call("heads", names, length)
+        came = [name for name, code in zip(names, codes, strict=True) if code >= 0]
+        if came:
+            self._came = came[-1]
+        but = NOT_THERE
+        if any(code in NOT_GIVEN for code in codes) and (came or self._does_another_come()):
+            but = NOT_THERE + NOT_GIVEN
+        return [self.judge(code, but) for code in codes]
+
+    def _does_another_come(self) -> bool:
+        return self._came != "" and self.call("heads", [self._came], 1) == [1]
 
     def judge(self, code: int, but: Sequence[int] = ()) -> int:
         """A number that was answered, unless it says that the place has failed."""

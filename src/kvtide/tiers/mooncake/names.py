@@ -3,6 +3,7 @@
     <prefix>:1:<fingerprint>:<salt digest>:<kind>:r:<key>       a record, its header first
     <prefix>:1:<fingerprint>:<salt digest>:<kind>:d:<digest>    which record has this block
     <prefix>:1:<fingerprint>:<salt digest>:<kind>:c:<parent>    that it has children
+    <prefix>:1:cleared                                          of the last clear
 
 So whoever knows a chunk's key asks for it by name, and a clear names what it means by a pattern.
 Digests are hexadecimal. A block's digest tells all that is before it, so one small value for each
@@ -62,6 +63,11 @@ class Names:
     def children(self, key: bytes) -> str:
         """Of the mark that a key has children."""
         return f"{self._top}:c:{key.hex()}"
+
+
+def cleared_of(prefix: str) -> str:
+    """Of what each clear writes anew."""
+    return f"{prefix}:{VERSION}:cleared"
 
 
 def names_of(prefix: str, record: Record) -> Names:

@@ -19,10 +19,11 @@ import mmap
 import os
 import select
 import socket
+import stat
 import struct
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 MASTER_GONE = -900
@@ -33,6 +34,8 @@ LENGTH = struct.Struct("<I")
 MESSAGE_BYTES_MAX = 64 << 20
 CONNECT_S_MAX = 1.0
 """Whether there is a master at all is tried first: the client itself tries for seconds."""
+LISTENS, TIME_WAIT = "0A", "06"
+"""Of rows of /proc/net/tcp: nobody is connected."""
 
 
 class Calls:
@@ -163,15 +166,37 @@ class Calls:
 
 
 def keep_listeners_inside() -> None:
-    """Bind all listening sockets of this process to the loopback device."""
+    """Bind all listening sockets of this process to the loopback device.
+
+    Raises:
+        OSError: they cannot be bound, or somebody was quicker, and is connected.
+    """
+    ports = set()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            duplicate = socket.socket(fileno=os.dup(int(name)))
-            with duplicate:
-                if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.getsockopt(
-                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-                ):
-                    duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+        try:
+            duplicate = os.dup(int(name))
+        except OSError:
+            continue  # that of the list itself, or one that was closed meanwhile
+        if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
+            os.close(duplicate)
+            continue
+        with socket.socket(fileno=duplicate) as one:
+            is_inet = one.family in (socket.AF_INET, socket.AF_INET6)
+            if is_inet and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+                ports.add(one.getsockname()[1])
+    if ports & set(_connected_ports()):
+        raise ConnectionError("somebody was connected to its client before that was closed to all")
+
+
+def _connected_ports() -> Iterator[int]:
+    """Ports of this machine that connections lead to, or are about to."""
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with contextlib.suppress(FileNotFoundError), open(table) as rows:
+            for row in list(rows)[1:]:
+                _, ours, _, state, *_ = row.split()
+                if state not in (LISTENS, TIME_WAIT):
+                    yield int(ours.rpartition(":")[2], 16)
 
 
 def send(channel: socket.socket, message: Any) -> None:

@@ -38,7 +38,7 @@ DANGLING_MAX = 4
 class MooncakeSession:
     """See `Session`."""
 
-    answers_lookups = False
+    knows_names = False
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class MooncakeSession:
         found: list[Record] = []
         for begin in range(0, len(keys), together):
             asked = [known.record(key) for key in keys[begin : begin + together]]
-            codes = self._client.codes("heads", asked, length, but=NOT_THERE)
+            codes = self._client.heads(asked, length)
             for number, code in enumerate(codes):
                 if code < 0:
                     return found
@@ -141,14 +141,14 @@ class MooncakeSession:
 
     def _target(self, job: LookupJob, known: Names, parent: bytes, name: str) -> Record | None:
         """What a small value names, if it is there."""
-        (code,) = self._client.codes("heads", [name], TARGET_BYTES, but=NOT_THERE)
+        (code,) = self._client.heads([name], TARGET_BYTES)
         if code < 0:
             return None
         target = Target.unpack(self._client.memory[:TARGET_BYTES])
         if not 0 < target.blocks <= job.layout.blocks_per_chunk:
             return None
         length = header_bytes(job.layout.shard_count, target.blocks)
-        (code,) = self._client.codes("heads", [known.record(target.key)], length, but=NOT_THERE)
+        (code,) = self._client.heads([known.record(target.key)], length)
         if code < 0:
             return None
         return self._read(job, parent, 0, length)
@@ -181,6 +181,7 @@ class MooncakeSession:
     def _clear(self, scope: Scope) -> int:
         records = names.pattern_of(self._prefix, scope, "r")
         count = self._client.code("remove_all", records)
+        self._stores.say_cleared()
         self._client.code("remove_all", names.pattern_of(self._prefix, scope))
         self._census.cleared(scope)
         return count

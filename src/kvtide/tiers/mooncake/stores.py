@@ -4,6 +4,7 @@ A name is written by one client at a time, and read by nobody before its end: th
 that. What a client that was killed has begun is given up by the store half a minute later.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from kvtide.tiers.mooncake.client import (
     Client,
 )
 from kvtide.tiers.mooncake.loads import window_lengths
-from kvtide.tiers.mooncake.names import TARGET_BYTES, Names, Target, names_of
+from kvtide.tiers.mooncake.names import TARGET_BYTES, Names, Target, cleared_of, names_of
 from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.remote.session import Put
@@ -61,7 +62,8 @@ class Stores:
     def store(self, put: Put) -> StoreOutcome:
         """See `Session.store`, of one."""
         record = put.record
-        known = names_of(self._prefix, record)
+        before = self._last_clear()
+        known, length = names_of(self._prefix, record), stored_bytes(record.layout, record.blocks)
         if not self._is_anchored(record, known):
             return StoreOutcome.NOT_ANCHORED
         around = self._around(record, known)
@@ -69,16 +71,30 @@ class Stores:
             return StoreOutcome.HELD
         outcome = StoreOutcome.HELD if around.is_there else self._sent(put, known)
         if outcome.is_kept and not self._set(record, known, around.to_set):
-            self._remove(known, record.key, stored_bytes(record.layout, record.blocks))
+            self._remove(known, record.key, length, around.to_set)
             return StoreOutcome.NO_ROOM
         if outcome is StoreOutcome.STORED:
-            self._census.stored(known.kind, record.root)
+            if self._last_clear() != before:
+                self._remove(known, record.key, length, around.to_set)
+                return StoreOutcome.NOT_ANCHORED
             for tail in around.shorter:
                 self._remove(known, tail.key, stored_bytes(record.layout, tail.blocks))
         return outcome
 
-    def _remove(self, known: Names, key: bytes, length: int) -> None:
-        self._client.codes("remove", [known.record(key)], but=NOT_THERE)
+    def say_cleared(self) -> None:
+        """Let all who are just storing take that back; where there is no room for it, they do not
+        hear of it."""
+        self._client.memory[:TARGET_BYTES] = os.urandom(TARGET_BYTES)
+        self._with_room(lambda: self._replaced([cleared_of(self._prefix)]))
+
+    def _last_clear(self) -> bytes:
+        """What the last one has written: it changes with each, from before it removes anything
+        that is whole by then."""
+        (code,) = self._client.heads([cleared_of(self._prefix)], TARGET_BYTES)
+        return bytes(self._client.memory[:TARGET_BYTES]) if code >= 0 else b""
+
+    def _remove(self, known: Names, key: bytes, length: int, small: Sequence[str] = ()) -> None:
+        self._client.codes("remove", [known.record(key), *small], but=NOT_THERE)
         self._census.took(known.kind, length)
 
     # ---- what is there
@@ -113,7 +129,7 @@ class Stores:
         """Of each of these small values what it names, where that is there."""
         if not held:
             return {}
-        codes = self._client.codes("heads", held, TARGET_BYTES, but=NOT_THERE)
+        codes = self._client.heads(held, TARGET_BYTES)
         memory = self._client.memory
         read = {
             name: Target.unpack(memory[number * TARGET_BYTES :][:TARGET_BYTES])
@@ -157,6 +173,7 @@ class Stores:
             raise
         self._client.code("end_put", name)
         self._census.gave(length)
+        self._census.stored(known.kind, record.root)
         return StoreOutcome.STORED
 
     def _begun(self, name: str, length: int) -> int:
