@@ -44,8 +44,10 @@ from benchmarks.places import (
 )
 from kvtide.core.keys import fingerprint, root_key, salt_digest
 from kvtide.core.records import RootName
+from kvtide.errors import ConfigError
 from kvtide.testing import mooncake_servers
 from kvtide.testing.mooncake_servers import Store
+from kvtide.tiers.mooncake.opening import require_client
 from kvtide.units import GiB, MiB
 
 OWNED_BYTES = 4 * GiB
@@ -231,6 +233,11 @@ def run(extent: Extent, memory: Memory) -> list[Cell]:
 def main(argv: Sequence[str]) -> int:
     """Measure; 1 where the goal is missed."""
     options = parser_of(__doc__).parse_args(argv)
+    try:
+        require_client()
+    except ConfigError as error:
+        print(error)
+        return 0
     memory, budgets = Memory(), Budgets()
     with as_in_the_node():
         budgets.cells["mooncake"] = run(options.extent, memory)

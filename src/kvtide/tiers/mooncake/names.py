@@ -13,6 +13,7 @@ record is found by its key alone, until it is stored again.
 
 import re
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
@@ -84,7 +85,7 @@ def pattern_of(prefix: str, scope: Scope, what: str = "[rdc]") -> str:
     return f"^{word}:{VERSION}:{fingerprint}:{salt}:{anything}:{what}:{anything}$"
 
 
-def kinds_in(prefix: str, names: list[str]) -> dict[bytes, tuple[bytes, bytes, int]]:
+def kinds_in(prefix: str, names: Iterable[str]) -> dict[bytes, tuple[bytes, bytes, int]]:
     """Of each kind among these names of a store: its fingerprint, salt digest and records."""
     parts = re.compile(pattern_of(prefix, Scope(None, None), "r").replace(":[0-9a-f]*", ":(.*)"))
     kinds: dict[bytes, tuple[bytes, bytes, int]] = {}

@@ -16,7 +16,7 @@ from typing import TypeVar
 from kvtide.codec.record import header_bytes, read_header, stored_bytes
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.core.records import Record
-from kvtide.errors import CorruptRecord, PlaceFailed, UnknownFormat
+from kvtide.errors import CorruptRecord, UnknownFormat
 from kvtide.tiers.base import LoadOutcome, LookupJob, StoreOutcome
 from kvtide.tiers.mooncake import names
 from kvtide.tiers.mooncake.client import MEMORY_BYTES, NOT_THERE, Client, Place
@@ -92,8 +92,8 @@ class MooncakeSession:
         self._client.limit(time.monotonic() + (limit_s or self._call_s))
         try:
             return work()
-        except PlaceFailed:
-            self._client.drop()
+        except Exception:
+            self._client.drop()  # whatever it was, answers may be due
             raise
 
     # ---- lookups
