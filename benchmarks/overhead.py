@@ -6,8 +6,8 @@ stores, with requests that opted out of it, in turn, so that a machine that chan
 changes it for both. Two turns of a round are opted out: their mean is what kvtide is compared
 with, and one against the other is the noise floor.
 
-An engine without kvtide takes its turn in the first rounds, and is shown. It decides nothing: two
-engines of one kind differ for life, by a fifth and more in prefill on two cores of an AMD EPYC
+Engines without kvtide take their turns in the first rounds, and are shown. They decide nothing:
+two engines of one kind differ for life, by a fifth and more in prefill on two cores of an AMD EPYC
 (likely by where their memory lies), which no number of rounds takes away. What every step costs
 besides, hit or not, is the time inside the hooks, which an engine of its own measures.
 
@@ -30,7 +30,6 @@ from benchmarks.report import Section
 from benchmarks.stats import PAIRS_MIN, Comparison, ratios, rotated, spread
 from kvtide.testing.serving import ServedEngine
 
-ARMS = (Arm.OWN, Arm.KVTIDE)
 PROMPT_TOKENS = 1000
 OUTPUT_TOKENS = 65  # one comes from the prefill, the others take a step each
 OVERHEAD_MAX = 1.03  # the upper end of the interval
@@ -46,9 +45,12 @@ class Way(enum.Enum):
     OFF = "kvtide's engine, request opted out"
     OFF_AGAIN = "the same once more"
     ON = "kvtide"
-    APART = "another engine, without kvtide"
+    OWN = "another engine, with its prefix cache only"
+    NONE = "another engine, without a cache"
+    LMCACHE = "another engine, with LMCache 0.5.6"
 
 
+OTHERS = {Way.OWN: Arm.OWN, Way.NONE: Arm.NONE, Way.LMCACHE: Arm.LMCACHE}
 OPTED_OUT = {"kv_transfer_params": {"kvtide": "off"}}
 
 
@@ -84,19 +86,23 @@ def run(size: Size) -> Section:
 
 
 def _pairs(size: Size) -> Section:
-    with serve(ARMS, "--max-model-len", "4096") as engines:
-        prompts = Prompts(engines[Arm.OWN].tokenize, seed=3)
+    table = {way: Taken() for way in Way}
+    with serve([Arm.KVTIDE], "--max-model-len", "4096") as engines:
+        ours = engines[Arm.KVTIDE]
+        prompts = Prompts(ours.tokenize, seed=3)
         for _ in range(size.fill_prompts):
-            engines[Arm.KVTIDE].complete(prompts.make(PROMPT_TOKENS), 1)
-        _rounds(engines, prompts, WARM_UP_ROUNDS, {way: Taken() for way in Way})
-        table = {way: Taken() for way in Way}
-        for attempt in range(size.attempts):
-            print(f"  overhead: {size.rounds} rounds, attempt {attempt + 1}", flush=True)
-            ways = [way for way in Way if attempt == 0 or way is not Way.APART]
-            _rounds(engines, prompts, size.rounds, {way: table[way] for way in ways})
+            ours.complete(prompts.make(PROMPT_TOKENS), 1)
+        with serve(tuple(OTHERS.values()), "--max-model-len", "4096") as others:
+            _rounds(engines | others, prompts, WARM_UP_ROUNDS, {way: Taken() for way in Way})
+            print(f"  overhead: {size.rounds} rounds beside other engines", flush=True)
+            _rounds(engines | others, prompts, size.rounds, table)
+        alone = {way: taken for way, taken in table.items() if way not in OTHERS}
+        for attempt in range(1, size.attempts):
             if all(_is_exact(compared) for compared in _overheads(table).values()):
                 break
-        metrics = engines[Arm.KVTIDE].metrics()
+            print(f"  overhead: {size.rounds} rounds, attempt {attempt + 1}", flush=True)
+            _rounds(engines, prompts, size.rounds, alone)
+        metrics = ours.metrics()
     return _section(table, metrics)
 
 
@@ -107,7 +113,7 @@ def _rounds(
         for way in rotated(tuple(table), number):
             for engine in engines.values():
                 engine.wait_idle()
-            engine = engines[Arm.OWN if way is Way.APART else Arm.KVTIDE]
+            engine = engines[OTHERS.get(way, Arm.KVTIDE)]
             extra = OPTED_OUT if way in (Way.OFF, Way.OFF_AGAIN) else {}
             # The first request after a pause is slower than those that follow: it is not counted.
             engine.complete(prompts.make(16), 2, ignore_eos=True)
@@ -154,7 +160,7 @@ def _section(table: Mapping[Way, Taken], metrics: Mapping[str, float]) -> Sectio
         text=f"{PROMPT_TOKENS} tokens in, {OUTPUT_TOKENS} out; median and middle half in ms, and "
         f"the median ratio of {len(opted_out.total_ms)} interleaved pairs to requests of the same "
         "engine that opted out (the mean of two turns; the second against the first is the noise "
-        "floor), with its 95 % interval. The engine without kvtide is shown and decides nothing: "
+        "floor), with its 95 % interval. Engines without kvtide are shown and decide nothing: "
         "two engines of one kind differ for as long as they live, most in prefill and in either "
         "direction, likely by where their memory lies.",
         header=("requests", "prefill", "", "step", "", "whole request", ""),

@@ -66,8 +66,8 @@ def test_what_a_disk_holds_is_found_once_it_has_opened(
     keep(tmp_path / "kv", tails(4))
     tier = late_disk(tmp_path / "kv")
     assert not tier.is_there(tails(1)[0])
-    assert tier.load(tails(1)[0]) is LoadOutcome.ABSENT
-    assert tier.store(tails(1, first=50)) == [StoreOutcome.BROKEN]
+    assert tier.load(tails(1)[0]) is LoadOutcome.NOT_OPEN
+    assert tier.store(tails(1, first=50)) == [StoreOutcome.NOT_OPEN]
     open_now(tier, may_open)
     assert "the tier disk is open" in caplog.text
     assert tier.tier.statistics().state == "on"

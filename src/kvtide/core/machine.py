@@ -115,8 +115,9 @@ class Machine:
             shown, self.index.shown = self.index.shown, []
             self.writes.held(shown)
         if not (isinstance(event, Received) and isinstance(event.message, READING)):
-            layouts = self._presence.layouts_in_use()
-            self.regions.keep_ahead(layouts, now_ms, self.promotions.chunks_to_load)
+            layouts, promotions = self._presence.layouts_in_use(), self.promotions
+            chunks_to_load = promotions.chunks_to_load if promotions.are_loading else None
+            self.regions.keep_ahead(layouts, now_ms, chunks_to_load)
         return self.take_effects()
 
     def _received(self, connection: int, message: m.Message) -> None:

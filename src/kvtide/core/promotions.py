@@ -325,10 +325,13 @@ class Promotions:
         self._count(f"tier_loaded_bytes.{name}", loaded_bytes)
         self._lending.answered_by_tier(load.grant, is_ok=is_ok)
 
-    def chunks_to_load(self, layout: KVLayout) -> int | None:
-        """How many chunks that were found have no cells yet; None while no load runs."""
-        if not self._loads and self._now() - self._loaded_ms >= CALM_MS:
-            return None
+    @property
+    def are_loading(self) -> bool:
+        """Whether a load runs, or one ended so lately that who waited for it has use for cores."""
+        return bool(self._loads) or self._now() - self._loaded_ms < CALM_MS
+
+    def chunks_to_load(self, layout: KVLayout) -> int:
+        """How many chunks that were found have no cells yet."""
         waiting = (one for one in self._waiting.values() if one.instance.layout == layout)
         return sum(len(one.todo) for one in waiting)
 

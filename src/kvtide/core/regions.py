@@ -1,7 +1,7 @@
 """How regions come, open, move and go: the traffic around `Host`.
 
-    keep_ahead ─► MakeRegion ─► made ─► SendRegion to every worker ─► opened (mapped and populated)
-             └─ put off while tiers load, unless it is needed
+    planned ─► MakeRegion ─► made ─► SendRegion to every worker ─► opened (mapped and populated)
+       └─ put off while tiers load, unless it is needed
     advance: leaving ─► nothing lent or leased ─► RegionLeave ─► left ─► FreeRegion
 
 A worker holds a region from the offer on (it may be mapping it) until it says that it has left, or
@@ -46,13 +46,16 @@ class Regions:
         self._lending = lending
         self._leases = leases
         self._emit = emit
-        self._put_off: list[Region] = []
+        self._planned: list[Region] = []
         self._workers: dict[int, Worker] = {}  # every worker that may hold a region
 
     # ---- growing and shrinking
 
     def keep_ahead(
-        self, layouts: Iterable[KVLayout], now_ms: int, loading: Callable[[KVLayout], int | None]
+        self,
+        layouts: Iterable[KVLayout],
+        now_ms: int,
+        chunks_to_load: Callable[[KVLayout], int] | None,
     ) -> None:
         """Have half a region free in every layout in use, as far as the host allows.
 
@@ -61,7 +64,7 @@ class Regions:
         Args:
             layouts: those in use.
             now_ms: the time.
-            loading: how many chunks of a layout tiers are still to load; None where no load runs.
+            chunks_to_load: of a layout, from tiers; None where no load runs.
         """
         host = self._host
         host.forget_refusal(now_ms)
@@ -72,24 +75,26 @@ class Regions:
             while not host.has_room(layout) and (region := host.surplus(layout, now_ms)):
                 self._give_up(region, now_ms)
             if host.has_room(layout):
-                self._put_off.append(host.make(layout, now_ms))
+                self._planned.append(host.make(layout, now_ms))
             elif host.is_making_room(now_ms):
                 break
         while host.allocated_bytes > host.limit_bytes and (region := host.surplus(None, now_ms)):
             self._give_up(region, now_ms)
-        if self._put_off:
-            self._make_due(now_ms, loading)
+        if self._planned:
+            self._make_due(now_ms, chunks_to_load)
 
-    def _make_due(self, now_ms: int, loading: Callable[[KVLayout], int | None]) -> None:
-        regions, self._put_off = self._put_off, []
+    def _make_due(self, now_ms: int, chunks_to_load: Callable[[KVLayout], int] | None) -> None:
+        regions, self._planned = self._planned, []
         for region in regions:
             layout = region.layout
-            left_chunks = loading(layout)
-            is_needed = left_chunks is None or self._host.free_chunks(layout) <= left_chunks
-            if is_needed or now_ms - region.planned_since_ms >= PUT_OFF_MS_MAX:
+            if (
+                chunks_to_load is None
+                or self._host.free_chunks(layout) <= chunks_to_load(layout)
+                or now_ms - region.planned_since_ms >= PUT_OFF_MS_MAX
+            ):
                 self._emit(MakeRegion(region.number, layout, region.cells.cell_count))
             else:
-                self._put_off.append(region)
+                self._planned.append(region)
 
     def made(self, number: int, now_ms: int) -> None:
         """The memory is there; workers are offered it next."""
@@ -254,7 +259,7 @@ class Regions:
     def check_integrity(self, instances: Collection[Instance]) -> None:
         """Assert that only living workers have regions, and that what is open is mapped by all."""
         living = {w.number: w for instance in instances for w in instance.workers.values()}
-        for region in self._put_off:
+        for region in self._planned:
             assert self._host.regions[region.number] is region, f"{region.number} is forgotten"
             assert not region.is_ready, f"region {region.number} was never asked for"
         for number, worker in self._workers.items():

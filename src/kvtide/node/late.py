@@ -71,13 +71,13 @@ class LateTier:
         if self._tier is not None:
             self._tier.load(job)
         else:
-            self._end(Loaded(job.number, LoadOutcome.ABSENT))
+            self._end(Loaded(job.number, LoadOutcome.NOT_OPEN))
 
     def store(self, job: StoreJob) -> None:
         if self._tier is not None:
             self._tier.store(job)
         else:
-            self._end(Stored(job.number, StoreOutcome.BROKEN))
+            self._end(Stored(job.number, StoreOutcome.NOT_OPEN))
 
     def clear(self, salt_digest: bytes | None, fingerprint: bytes | None = None) -> int:
         if self._tier is not None:

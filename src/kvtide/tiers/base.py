@@ -36,6 +36,7 @@ class LoadOutcome(enum.StrEnum):
     CORRUPT = "corrupt"  # not what was asked for, or unreadable while others are; it is removed
     FAILED = "failed"  # the place did not give it
     BROKEN = "broken"  # the breaker is open: it was not tried
+    NOT_OPEN = "not_open"  # the place is not open yet, or could not be opened
     CLOSED = "closed"  # the tier is being closed
 
 
@@ -50,6 +51,7 @@ class StoreOutcome(enum.StrEnum):
     NO_ROOM = "no_room"  # nothing could be evicted for it, or the place is full
     FAILED = "failed"  # the place did not take it, or has other content of this name
     BROKEN = "broken"  # the breaker is open: it was not tried
+    NOT_OPEN = "not_open"  # the place is not open yet, or could not be opened
     CLOSED = "closed"  # the tier is being closed
 
     @property
