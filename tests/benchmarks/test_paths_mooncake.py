@@ -1,7 +1,6 @@
 """Arms on a Mooncake Store, measured: each brings back what it put, and holds no more."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 

@@ -37,7 +37,8 @@ PIDFD_GETFD = 438
 LISTENS = """
 import socket, sys
 from kvtide.tiers.mooncake.process import keep_listeners_inside
-listeners = [socket.create_server(("", 0)), socket.create_server(("::", 0), family=socket.AF_INET6)]
+addresses = [(socket.AF_INET, ""), (socket.AF_INET6, "::")]
+listeners = [socket.create_server((host, 0), family=family) for family, host in addresses]
 keep_listeners_inside()
 names = [one.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16) for one in listeners]
 assert names == [b"lo\\0"] * 2, names
@@ -202,8 +203,8 @@ def test_what_an_owner_took_with_it_fails_and_another_takes_what_is_new(store: S
 
 
 def test_one_owner_of_several_that_dies_costs_what_it_had(store: Store) -> None:
-    """Lookups end where its values begin, at once: nothing else stops, though its master tells
-    of them for another ten seconds."""
+    """Lookups end where its values begin, and nothing else stops, though its master tells of them
+    for another ten seconds."""
     chains = [chain_of(ROOT, SMALL, text(number, 10)) for number in range(30)]
     store.add_owner(OWNED_BYTES_MIN)
     with driven(store) as tier:
@@ -219,7 +220,7 @@ def test_one_owner_of_several_that_dies_costs_what_it_had(store: Store) -> None:
             assert {tier.load(record) for record in found} <= {LoadOutcome.LOADED}
             counts.append(len(found))
         assert tier.tier.statistics().state == "on"
-        assert set(counts) == {0, 1, 2, 3}, "whoever has a value is the luck of the draw"
+        assert 0 < sum(counts) < sum(len(chain) for chain in chains), counts
 
 
 def test_a_store_that_hangs_costs_its_time_and_no_more(store: Store) -> None:

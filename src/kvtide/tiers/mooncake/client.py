@@ -37,8 +37,10 @@ START_S_MAX = 20.0
 """A process that is not ready by then never will be."""
 NOT_THERE = (-703, -704)
 """Being written, or no such name."""
-NOT_GIVEN = (-700, -800)
-"""It is there and does not come: the master learns that an owner has died only after a while."""
+UNREACHED = -800
+NOT_GIVEN = (-600, -700, UNREACHED)
+"""Of a value that is there: it does not come. Its master learns only after a while that an owner
+has died. (The first is told by a client that has not known that owner alive.)"""
 THERE_ALREADY = -705
 NO_ROOM = -200
 _WHY = {
@@ -140,17 +142,24 @@ class Client:
         codes: list[int] = self.call(name, *arguments)
         return [self.judge(code, but) for code in codes]
 
-    def heads(self, names: Sequence[str], length: int) -> list[int]:
+    def heads(self, names: Sequence[str], length: int, *, is_hint: bool = False) -> list[int]:
         """The first bytes of each, one after the other in memory: this length, or negative where
-        it is not there, or lies with an owner that does not give it while another one does."""
+        it is not there, or lies with an owner that does not give it while another one does. What
+        is but a hint is not there, whatever is wrong."""
         codes: list[int] = self.call("heads", names, length)
         came = [name for name, code in zip(names, codes, strict=True) if code >= 0]
         if came:
             self._came = came[-1]
-        but = NOT_THERE
-        if any(code in NOT_GIVEN for code in codes) and (came or self._does_another_come()):
+        but: tuple[int, ...] = NOT_THERE
+        if any(code in NOT_GIVEN for code in codes) and (
+            is_hint or came or self._does_another_come()
+        ):
             but = NOT_THERE + NOT_GIVEN
-        return [self.judge(code, but) for code in codes]
+        for code in codes:
+            self.judge(code, but)
+        if UNREACHED in codes:
+            self.end()  # it would try that owner for a second each time; another one knows at once
+        return codes
 
     def _does_another_come(self) -> bool:
         return self._came != "" and self.call("heads", [self._came], 1) == [1]

@@ -15,6 +15,7 @@ from kvtide.core.records import Record
 from kvtide.tiers.base import StoreOutcome
 from kvtide.tiers.mooncake.client import (
     NO_ROOM,
+    NOT_GIVEN,
     NOT_THERE,
     THERE_ALREADY,
     WINDOW_BYTES,
@@ -90,7 +91,7 @@ class Stores:
     def _last_clear(self) -> bytes:
         """What the last one has written: it changes with each, from before it removes anything
         that is whole by then."""
-        (code,) = self._client.heads([cleared_of(self._prefix)], TARGET_BYTES)
+        (code,) = self._client.heads([cleared_of(self._prefix)], TARGET_BYTES, is_hint=True)
         return bytes(self._client.memory[:TARGET_BYTES]) if code >= 0 else b""
 
     def _remove(self, known: Names, key: bytes, length: int, small: Sequence[str] = ()) -> None:
@@ -155,7 +156,8 @@ class Stores:
         return self._with_room(lambda: self._replaced(missing)) != NO_ROOM
 
     def _replaced(self, missing: Sequence[str]) -> int:
-        return min(self._client.codes("replace", missing, TARGET_BYTES, but=(NO_ROOM,)))
+        codes = self._client.codes("replace", missing, TARGET_BYTES, but=(NO_ROOM, *NOT_GIVEN))
+        return NO_ROOM if NO_ROOM in codes else 0
 
     def _sent(self, put: Put, known: Names) -> StoreOutcome:
         record = put.record
