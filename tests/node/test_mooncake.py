@@ -15,7 +15,7 @@ from kvtide.wire.command import ask
 from tests.node.test_engines import check_sums, idle, wait_status
 from tests.tiers.mooncake_place import needs_client
 
-pytestmark = needs_client
+pytestmark = [needs_client, pytest.mark.long]
 
 TOKENS = make_tokens(16 * 10, seed=1)  # two chunks and a tail of two blocks
 WAIT_S = 30.0

@@ -1,5 +1,7 @@
 """Mooncake tiers for tests."""
 
+import os
+import select
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -9,7 +11,7 @@ import pytest
 
 from kvtide.errors import ConfigError, PlaceFailed
 from kvtide.mooncake_address import Address
-from kvtide.testing.mooncake_servers import Store
+from kvtide.testing.mooncake_servers import Store, clients_of
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.tiers.mooncake.client import Place
 from kvtide.tiers.mooncake.master import Master
@@ -88,3 +90,23 @@ def driven(store: Store, port: int | None = None, **more: Any) -> Iterator[Drive
     finally:
         tier.close(WAIT_S)
     tier.check_quiet()
+
+
+def clients_here() -> list[int]:
+    """Of this process."""
+    return clients_of(os.getpid())
+
+
+def wait_for_end(pid: int, timeout_s: float = WAIT_S) -> None:
+    """Until a process does nothing any more."""
+    descriptor = os.pidfd_open(pid)
+    with os.fdopen(descriptor):
+        assert select.select([descriptor], [], [], timeout_s)[0], f"{pid} goes on"
+
+
+def end_clients(number: int) -> None:
+    """As if their library did."""
+    for pid in clients_here():
+        with suppress(ProcessLookupError):  # its tier has ended it just now
+            os.kill(pid, number)
+            wait_for_end(pid)

@@ -41,6 +41,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 # ---- many windows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_record_of_many_windows_brings_every_byte(store: Store, shape: str) -> None:
     """Headers lie anywhere in windows, and are sent last."""
@@ -52,6 +53,7 @@ def test_a_record_of_many_windows_brings_every_byte(store: Store, shape: str) ->
         assert [tier.load(record) for record in (chunk, tail)] == [LoadOutcome.LOADED] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at", [4096, WINDOW_BYTES + 5, -1])
 def test_a_byte_that_changed_in_any_window_is_seen(store: Store, at: int) -> None:
     chunk = chain_of(ROOT, SHAPES["one shard"], text(1, 4))[0]
@@ -67,6 +69,7 @@ def test_a_byte_that_changed_in_any_window_is_seen(store: Store, at: int) -> Non
 # ---- several nodes
 
 
+@pytest.mark.long
 def test_what_one_node_stored_another_finds_at_once(store: Store) -> None:
     records = chain_of(ROOT, SMALL, text(1, 10))
     with driven(store) as one, driven(store) as other:
@@ -77,6 +80,7 @@ def test_what_one_node_stored_another_finds_at_once(store: Store) -> None:
         assert other.store(records) == [StoreOutcome.HELD] * 3
 
 
+@pytest.mark.long
 def test_nodes_that_store_the_same_at_once_keep_it_once(store: Store) -> None:
     """Who comes second is told that it is there, or that somebody is just writing it."""
     chains = [chain_of(ROOT, SMALL, text(number, 10)) for number in range(20)]
@@ -96,6 +100,7 @@ def test_nodes_that_store_the_same_at_once_keep_it_once(store: Store) -> None:
             assert {other.load(record) for record in chain} == {LoadOutcome.LOADED}
 
 
+@pytest.mark.long
 def test_a_clear_is_for_all_nodes(store: Store) -> None:
     records = chain_of(ROOT, SMALL, text(1, 10))
     with driven(store) as one, driven(store) as other:
@@ -134,6 +139,7 @@ def test_what_is_being_stored_at_a_clear_is_taken_back(
         assert one.store([first, second]) == [StoreOutcome.STORED] * 2
 
 
+@pytest.mark.long
 def test_prefixes_share_nothing(store: Store) -> None:
     """Neither records nor clears, nor where one is a pattern of the other."""
     records = chain_of(ROOT, SMALL, text(1, 10))

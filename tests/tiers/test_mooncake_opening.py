@@ -44,6 +44,7 @@ def test_an_entry_opens_a_tier(tmp_path: Path) -> None:
             assert 0 < numbers.bytes_used <= OWNED_BYTES_MIN
 
 
+@pytest.mark.long
 @needs_client
 def test_a_master_that_tells_no_numbers_serves_all_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -64,6 +65,7 @@ def test_a_master_that_tells_no_numbers_serves_all_the_same(
     assert len(told) == 1, caplog.messages
 
 
+@pytest.mark.long
 @needs_client
 def test_a_store_that_is_away_costs_a_start_nothing() -> None:
     """Refused, or an address that nobody has: the tier is there at once, and says what it is."""
