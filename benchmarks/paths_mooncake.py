@@ -52,6 +52,10 @@ from kvtide.units import GiB, MiB
 
 OWNED_BYTES = 4 * GiB
 """Twice what all hold together, so that the store itself has nothing to evict."""
+LEASE_MS = 10_000
+"""Of a store that is told nothing; of a shorter one nothing may come on a busy machine."""
+COPIES_BYTES = 2 * ROUND_BYTES
+"""What the binding copies bytes to, and from."""
 
 
 class Binding:
@@ -62,7 +66,7 @@ class Binding:
 
         self.calls: Any = MooncakeDistributedStore()
         code = self.calls.setup(
-            "127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", f"127.0.0.1:{store.port}"
+            "127.0.0.1", "P2PHANDSHAKE", 0, COPIES_BYTES, "tcp", "", f"127.0.0.1:{store.port}"
         )
         assert code == 0, code
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory.view))
@@ -220,7 +224,7 @@ def run(extent: Extent, memory: Memory) -> list[Cell]:
     print(f"mooncake, {rounds}\n{HEAD}")
     with (
         tempfile.TemporaryDirectory(prefix="kvtide-bench-") as directory,
-        mooncake_servers.running(Path(directory), OWNED_BYTES) as store,
+        mooncake_servers.running(Path(directory), OWNED_BYTES, LEASE_MS) as store,
     ):
         binding = Binding(store, memory)
         for piece_bytes in extent.sizes:

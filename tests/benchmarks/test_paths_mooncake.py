@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.paths_mooncake import Binding, arms_of
+from benchmarks.paths_mooncake import LEASE_MS, Binding, arms_of
 from benchmarks.places import DEPTHS, HELD_ROUNDS, Memory, _warm, closing
 from kvtide.testing import mooncake_servers
 from kvtide.testing.mooncake_servers import Store
@@ -20,7 +20,7 @@ BESIDE_BYTES = MiB
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    with mooncake_servers.running(tmp_path_factory.mktemp("store"), 256 * MiB) as one:
+    with mooncake_servers.running(tmp_path_factory.mktemp("store"), 256 * MiB, LEASE_MS) as one:
         yield one
 
 

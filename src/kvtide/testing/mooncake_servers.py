@@ -41,6 +41,7 @@ class Store:
     """One store; `owners` are told apart by their order of starting."""
 
     directory: Path
+    lease_ms: int = LEASE_MS
     port: int = field(default_factory=free_port)
     metrics_port: int = field(default_factory=free_port)
     master: "subprocess.Popen[bytes] | None" = None
@@ -58,7 +59,7 @@ class Store:
             "--rpc_address=127.0.0.1",
             f"--metrics_port={self.metrics_port}",
             "--metrics_host=127.0.0.1",
-            f"--default_kv_lease_ttl={LEASE_MS}",
+            f"--default_kv_lease_ttl={self.lease_ms}",
         )
         self._wait(lambda: self.ask("/health")[0] == http.client.OK)
 
@@ -178,9 +179,9 @@ class Store:
 
 
 @contextmanager
-def running(directory: Path, owned_bytes: int = 0) -> Iterator[Store]:
+def running(directory: Path, owned_bytes: int = 0, lease_ms: int = LEASE_MS) -> Iterator[Store]:
     """A store, from start to end; of one owner, where it is said how much that has."""
-    one = Store(directory)
+    one = Store(directory, lease_ms)
     try:
         one.start()
         if owned_bytes:
