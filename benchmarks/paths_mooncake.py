@@ -46,12 +46,13 @@ from kvtide.core.keys import fingerprint, root_key, salt_digest
 from kvtide.core.records import RootName
 from kvtide.errors import ConfigError
 from kvtide.testing import mooncake_servers
-from kvtide.testing.mooncake_servers import Store
+from kvtide.testing.mooncake_servers import Store, clients_of
 from kvtide.tiers.mooncake.opening import require_client
 from kvtide.units import GiB, MiB
 
 OWNED_BYTES = 4 * GiB
 """Twice what all hold together, so that the store itself has nothing to evict."""
+TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 LEASE_MS = 10_000
 """Of a store that is told nothing; of a shorter one nothing may come on a busy machine."""
 COPIES_BYTES = 2 * ROUND_BYTES
@@ -196,6 +197,12 @@ class ClearedTier(Tier):
     def settle(self) -> None:
         while len(self._salts) > HELD_ROUNDS:
             self._tier.clear(self._salts.pop(0))
+
+    def cpu_s(self) -> float:
+        """Of its clients, too, which are processes."""
+        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in clients_of(os.getpid())]
+        used = [stat.rpartition(")")[2].split()[11:13] for stat in stats]
+        return super().cpu_s() + sum(int(ticks) for one in used for ticks in one) / TICKS_A_SECOND
 
     def close(self) -> None:
         for salt in self._salts:
