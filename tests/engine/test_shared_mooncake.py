@@ -16,7 +16,7 @@ from kvtide.testing.serving import ServedEngine
 from kvtide.units import GiB
 from tests.engine import test_shared as shared
 from tests.engine.answers import ask, assert_same, is_same
-from tests.engine.nodes import Node, wait_until
+from tests.engine.nodes import Node, Status, wait_until
 from tests.engine.shared_places import SharedPlace
 from tests.engine.test_shared import ASKED_AWAY, BLOCK, BLOCKS, T_HEAL_S, WAIT_MS_MAX, prompt_of
 from tests.tiers.mooncake_place import needs_client
@@ -27,6 +27,8 @@ pytestmark = needs_client
 class StorePlace:
     """A store, killed and started again on its ports; it holds nothing then."""
 
+    look_s = 0.0
+
     def __init__(self, store: Store) -> None:
         self.entry: dict[str, object] = {
             "type": "mooncake",
@@ -34,6 +36,9 @@ class StorePlace:
             "metrics_port": store.metrics_port,
         }
         self._store = store
+
+    def is_seen(self, here: Status, there: Status) -> bool:
+        return True  # it is asked each time
 
     def take_away(self) -> None:
         self._store.kill()
@@ -67,7 +72,7 @@ def test_a_store_that_goes_costs_no_answer_and_hits_resume_when_it_is_back(
     under_way, missed = (prompt_of(name, BLOCKS * BLOCK + 3) for name in ("under way", "missed"))
     cold = ask(here, missed)
     ask(here, under_way)
-    shared.wait_written(*nodes)
+    shared.wait_sent(nodes[0])
     lives = [node.pid for node in nodes], [engine.processes() for engine in engines]
     uncached = [ask(there, prompt_of(f"here {n}", 200), 2).ttft_ms for n in range(5)]
     nodes[1].wait_at_rest()
