@@ -94,7 +94,7 @@ class RemoteTier:
     ) -> None:
         """Begin; nothing waits for the place, which is asked whether it is there."""
         self.name = name
-        self.bytes_max = bytes_max
+        self._bytes_max = bytes_max
         self._wake = wake
         self._queue_bytes_max = queue_bytes_max
         self._census = Census()
@@ -119,6 +119,12 @@ class RemoteTier:
         self._is_closed = False
         self._workers.start()
         self._workers.probe()
+
+    @property
+    def bytes_max(self) -> int:
+        """The cap: the place's own, once it has said one."""
+        said = self._census.bytes_max
+        return self._bytes_max if said is None else said
 
     # ---- jobs
 
@@ -399,11 +405,10 @@ class RemoteTier:
     # ---- numbers and the end
 
     def statistics(self) -> TierStatistics:
-        bytes_max = self.bytes_max if self._census.bytes_max is None else self._census.bytes_max
         return TierStatistics(
             state=self._breaker.reason or self._load_breaker.reason or self._health.state,
-            bytes_used=min(self._census.bytes_used, bytes_max),
-            bytes_max=bytes_max,
+            bytes_used=min(self._census.bytes_used, self.bytes_max),
+            bytes_max=self.bytes_max,
             records=self._census.records,
             queued_bytes=self._pending.queued_bytes,
             loaded=dict(self._loaded),
