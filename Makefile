@@ -23,7 +23,8 @@ check: setup
 
 test: setup
 	@scripts/check
-	@$(PYTHON) -m pytest -m '(engine or long or hypothesis) and not slow'
+	@$(PYTHON) -m pytest -n 3 --dist loadfile -m '(long or hypothesis) and not engine and not slow'
+	@$(PYTHON) -m pytest -m 'engine and not slow'
 
 bench: setup
 	@$(PYTHON) -m benchmarks

@@ -110,6 +110,9 @@ def test_several_tiers_stand_in_their_order_and_have_names_of_their_own(tmp_path
         ConfigError, match=r"two tiers are named 'disk'; give one of them a `name`"
     ):
         read(tmp_path, KVTIDE_TIERS=json.dumps([DISK, DISK]))
+    beside = shared | {"path": DISK["path"]}
+    with pytest.raises(ConfigError, match=r"tiers .disk. and .shared_dir. have one path; a disk"):
+        read(tmp_path, KVTIDE_TIERS=json.dumps([DISK, beside]))
     with pytest.raises(ConfigError, match="9 entries; 8 at most"):
         read(tmp_path, KVTIDE_TIERS=json.dumps([DISK | {"name": f"n{n}"} for n in range(9)]))
 

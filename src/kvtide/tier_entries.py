@@ -26,6 +26,8 @@ SHOWN_CHARS_MAX = 400
 WRITE = ("through", "on_reuse", "on_eviction")
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 """Of a tier: a word that may be a label of metrics."""
+_NOT_IN_ONE = {"disk", "shared_dir"}
+"""Types of which no two different ones may have the same path."""
 
 REQUIRED = object()
 """In place of a default: the option has to be given."""
@@ -165,8 +167,15 @@ def checked_together(entries: Sequence[TierEntry]) -> tuple[TierEntry, ...]:
     if len(entries) > TIERS_MAX:
         raise ValueError(f"{len(entries)} entries; {TIERS_MAX} at most")
     for at, entry in enumerate(entries):
-        if entry.name in (other.name for other in entries[:at]):
-            raise ValueError(f"two tiers are named {entry.name!r}; give one of them a `name`")
+        for other in entries[:at]:
+            if entry.name == other.name:
+                raise ValueError(f"two tiers are named {entry.name!r}; give one of them a `name`")
+            is_one = {entry.type, other.type} == _NOT_IN_ONE
+            if is_one and entry.options["path"] == other.options["path"]:
+                raise ValueError(
+                    f"the tiers {other.name!r} and {entry.name!r} have one path; a disk has its"
+                    " directory alone: give each of them its own"
+                )
     return tuple(entries)
 
 

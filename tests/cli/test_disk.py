@@ -1,5 +1,6 @@
 """`kvtide disk`, as a user runs it, on what a real node has stored."""
 
+import errno
 import os
 import pty
 import shlex
@@ -12,7 +13,9 @@ import pytest
 
 from kvtide.cli import disk
 from kvtide.testing.fake_engine import FakeEngine, Loaded, make_tokens
+from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.node_process import NodeProcess
+from kvtide.tiers.disk import tier as tier_module
 from kvtide.tiers.disk.check import Checked
 from kvtide.units import KiB
 from tests.cli.runs import KVTIDE, Run, one_line
@@ -87,6 +90,24 @@ def test_check_finds_a_byte_that_changed_and_repair_removes_the_record(
     node.start()
     with FakeEngine(node.places, "two") as engine:
         assert engine.load(TOKENS) == Loaded(4, 4)
+
+
+def test_repair_does_not_say_that_it_removed_what_is_still_there(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [record] = tails(1)
+    file, at = keep(tmp_path, tails(3))[record.key]
+    flip(file, at + payload_offset(record))
+    files = FaultyFiles()
+    files.fail(Call.WRITE, errno.EIO, path_part=".rows")
+    with monkeypatch.context() as patched:
+        patched.setattr(tier_module, "SystemFiles", lambda: files)
+        failed = run("disk", "check", "--repair", str(tmp_path))
+    assert failed.exit_code == 1
+    assert "removed" not in failed.stdout
+    assert "not removed: 1 of the damaged records" in failed.output
+    assert run("disk", "check", "--repair", str(tmp_path)).exit_code == 0
+    assert run("disk", "check", str(tmp_path)).exit_code == 0
 
 
 def test_repair_leaves_the_directory_to_a_node_that_has_it(

@@ -83,6 +83,26 @@ def test_a_clear_outlives_a_drive_that_refuses_writes(
         assert_holds(tier, tails(20), [])
 
 
+def test_a_clear_that_cannot_be_written_down_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not found while the node lives; that the next start finds it, somebody must know."""
+    with driven(tmp_path / "kv") as tier:
+        tier.keep(tails(3))
+        files_of(disk_of(tier)).make_read_only()
+        caplog.clear()
+        assert tier.tier.clear(None) == 3
+        for _ in range(20):
+            tier.pass_time(1000)
+            tier.poll_for(0.01)
+        assert "a clear cannot be written down: Read-only" in tier.tier.statistics().state
+        assert caplog.text.count("a clear cannot be written down") == 1
+        assert not any(map(tier.is_there, tails(3)))
+    assert "not written down: 1 of the clears" in caplog.text
+    with driven(tmp_path / "kv") as tier:
+        assert tier.is_there(tails(1)[0])
+
+
 def test_a_clear_while_nothing_works_is_made_when_it_does(tmp_path: Path) -> None:
     """It is known at once, and written down by the first tick that finds the place well."""
     keep(tmp_path / "kv", tails(20))

@@ -11,7 +11,10 @@ from kvtide.errors import ConfigError
 from kvtide.testing.faulty_files import Call
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
-from kvtide.units import KiB
+from kvtide.tiers.disk.opening import open_disk as open_disk_entry
+from kvtide.tiers.disk.tier import DiskTier
+from kvtide.units import KiB, MiB
+from tests.tiers import shared_place
 from tests.tiers.disk_place import (
     assert_holds,
     disk_of,
@@ -70,6 +73,30 @@ def test_a_directory_of_another_user_is_refused(kv: Path, *, is_link: bool) -> N
     os.chown(path, OTHER_USER, OTHER_USER, follow_symlinks=False)
     with pytest.raises(ConfigError, match=f"user {OTHER_USER}"):
         open_disk(path)
+
+
+def test_the_directory_of_a_shared_dir_is_no_disk(kv: Path) -> None:
+    """Others may be members there: it stays as it is, also once they are gone. A folder that only
+    looks like a member's keeps nobody away."""
+
+    def open_entry(path: Path, bytes_max: int | str) -> DiskTier:
+        options = {"path": path, "bytes_max": bytes_max, "sync": "sealed"}
+        return open_disk_entry(options, lambda: None, MiB)
+
+    def assert_refused() -> None:
+        before = sorted(kv.rglob("*"))
+        for bytes_max in (64 * MiB, "auto"):
+            with pytest.raises(ConfigError, match=f"{kv} is the directory of a shared_dir"):
+                open_entry(kv, bytes_max)
+        assert sorted(kv.rglob("*")) == before
+
+    with shared_place.driven(kv) as member:
+        member.keep(shared_place.tails(2))
+        assert_refused()
+    assert_refused()
+    other = kv.parent / "other"
+    (other / ("ab" * 16)).mkdir(parents=True)
+    open_entry(other, 64 * MiB).close(30)
 
 
 def test_a_lock_that_is_a_link_harms_no_other_file(kv: Path) -> None:

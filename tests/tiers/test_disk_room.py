@@ -11,7 +11,7 @@ from kvtide.testing.faulty_files import Call
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, text
 from kvtide.tiers.base import StoreOutcome
-from kvtide.tiers.disk.room import REWRITE_ROWS_MIN
+from kvtide.tiers.disk.room import RETRY_MS_MAX, REWRITE_ROWS_MIN
 from kvtide.units import KiB
 from tests.tiers.disk_place import (
     ROOT,
@@ -24,6 +24,7 @@ from tests.tiers.disk_place import (
     tails,
 )
 
+CLEAR_FAILS = "a clear cannot be written down: Structure needs cleaning"
 GONE = REWRITE_ROWS_MIN + 1
 SALT = bytes(range(32))
 
@@ -43,6 +44,13 @@ def take_away(tier: DrivenTier, first: int, count: int) -> None:
     assert disk_of(tier).remove(record.key for record in tails(count, first)) == count
 
 
+def seal(tier: DrivenTier) -> None:
+    """Nothing more is appended to the first segment, and it has its index."""
+    disk_of(tier)._room.roll()
+    while not disk_of(tier)._space.segments[1].is_sealed:
+        tier.poll_for(0.01)
+
+
 @pytest.mark.parametrize("call", [Call.RENAME, Call.READ])
 def test_an_index_that_cannot_be_written_anew_waits_for_the_next_removal(
     kv: Path, call: Call, caplog: pytest.LogCaptureFixture
@@ -52,9 +60,7 @@ def test_an_index_that_cannot_be_written_anew_waits_for_the_next_removal(
     with driven(kv, segment_bytes=1024 * KiB) as tier:
         disk, faults = disk_of(tier), files_of(disk_of(tier))
         tier.keep(records)
-        disk._room.roll()
-        while not disk._space.segments[1].is_sealed:
-            tier.poll_for(0.01)
+        seal(tier)
         caplog.clear()
         faults.fail(call, errno.EIO, path_part=".index")
         for turn in range(2):
@@ -96,8 +102,9 @@ def test_one_file_that_cannot_be_removed_does_not_stop_stores(kv: Path, name: st
             tier.tier.clear(SALT)  # of nobody here: the segment stays, and the clear with it
         else:
             take_away(tier, 0, 6 if name == "whole segment" else 1)
+        well = CLEAR_FAILS if name == "clear" else "on"
         fail_again(tier, fault, 10)
-        assert tier.tier.statistics().state == "on"
+        assert tier.tier.statistics().state == well
         faults.fail(Call.WRITE, errno.EIO, path_part=".segment")
         assert tier.store(tails(10, first=100))[-1] is StoreOutcome.BROKEN
         faults.heal()
@@ -106,36 +113,93 @@ def test_one_file_that_cannot_be_removed_does_not_stop_stores(kv: Path, name: st
         while disk._writes.is_open:
             tier.poll_for(0.05)
         fail_again(tier, fault, 10)
-        assert tier.tier.statistics().state == "on", "on trial"
+        assert tier.tier.statistics().state == well, "on trial"
         tier.keep(tails(4, first=200))
         fail_again(tier, fault, 10)
-        assert tier.tier.statistics().state == "on"
+        assert tier.tier.statistics().state == well
         disk.check_integrity()
 
 
-@pytest.mark.parametrize("is_indexed", [False, True])
-def test_a_kill_between_a_row_and_its_hole_costs_no_room(kv: Path, *, is_indexed: bool) -> None:
+@pytest.mark.parametrize("path_part", ["1.segment", "1.rows"], ids=["holes", "rows"])
+def test_what_cannot_be_given_back_is_told_once_and_tried_more_and_more_seldom(
+    kv: Path, path_part: str
+) -> None:
+    """Each row that says it again would take room from others, for as long as it fails."""
+    call = Call.PUNCH if path_part == "1.segment" else Call.WRITE
+    with driven(kv, segment_bytes=1024 * KiB) as tier:
+        disk, faults = disk_of(tier), files_of(disk_of(tier))
+        tier.keep(tails(60))
+        disk._room.roll()
+        tier.keep(tails(20, first=100))
+        faults.fail(call, errno.EIO, path_part=path_part)
+        take_away(tier, 0, 40)
+        fail_again(tier, f"{call} EIO", 2)
+        size, tries = (kv / "00000001.rows").stat().st_size, faults.injected[f"{call} EIO"]
+        for _ in range(600):  # a minute
+            tier.pass_time(100)
+            tier.poll_for(0)
+            settle(tier)
+        assert (kv / "00000001.rows").stat().st_size == size
+        assert 5 < faults.injected[f"{call} EIO"] - tries < 20
+        taken = bytes_taken(kv)
+        faults.heal()
+        tier.pass_time(RETRY_MS_MAX)
+        settle(tier)
+        assert bytes_taken(kv) < taken
+        disk.check_integrity()
+    with driven(kv) as tier:
+        assert_holds(tier, [*tails(20, first=40), *tails(20, first=100)], tails(40))
+
+
+@pytest.mark.parametrize("other_block_bytes", [64 * KiB, 4 * KiB], ids=["one kind", "two kinds"])
+@pytest.mark.parametrize("segment", ["active", "indexed", "sealed"])
+def test_a_kill_between_a_row_and_its_hole_costs_no_room(
+    kv: Path, other_block_bytes: int, segment: str
+) -> None:
     """The next start punches it: it makes an index of the log, which was all that told of it. Also
-    where the kill comes once more, between that index and the end of the log."""
-    chunks = [chain_of(ROOT, layout_of(64 * KiB), text(number, 4))[0] for number in range(6)]
+    where the kill comes between that index and the end of the log, and where the index was there
+    before, and the log says what has gone since."""
+    layouts = layout_of(64 * KiB), layout_of(other_block_bytes)
+    chunks = [chain_of(ROOT, layouts[number % 2], text(number, 4))[0] for number in range(6)]
+    gone, left = [chunks[0], chunks[2], chunks[5]], [chunks[1], chunks[3], chunks[4]]
     copy = kv.parent / "copy"
     with driven(kv) as tier:
         tier.keep(chunks)
+        if segment == "sealed":
+            seal(tier)
         files_of(disk_of(tier)).fail(Call.PUNCH, errno.EIO)
-        gone = [chunks[number].key for number in (0, 2, 5)]
-        assert disk_of(tier).remove(gone) == len(gone)
+        assert disk_of(tier).remove(record.key for record in gone) == len(gone)
         settle(tier)
-        if is_indexed:
+        if segment == "indexed":
             files_of(disk_of(tier)).fail(Call.UNLINK, errno.EIO, path_part=".rows")
             tier.close(30)
         shutil.copytree(kv, copy)
     assert {path.suffix for path in copy.glob("0*")} >= {".segment", ".rows"}
-    assert is_indexed == bool(list(copy.glob("*.index")))
-    assert bytes_taken(copy) > 6 * chunks[0].payload_bytes
+    assert bool(list(copy.glob("*.index"))) == (segment != "active")
+    assert bytes_taken(copy) > sum(record.payload_bytes for record in chunks)
     for _ in range(2):
         with driven(copy) as tier:
+            settle(tier)
             assert tier.tier.statistics().bytes_used == bytes_taken(copy)
-            assert bytes_taken(copy) < 3 * chunks[0].payload_bytes + 64 * KiB
-            assert_holds(
-                tier, [chunks[1], chunks[3], chunks[4]], [chunks[0], chunks[2], chunks[5]]
-            )
+            assert bytes_taken(copy) < sum(record.payload_bytes for record in left) + 64 * KiB
+            assert_holds(tier, left, gone)
+
+
+def test_a_kill_between_an_index_written_anew_and_the_end_of_its_log_costs_no_record(
+    kv: Path,
+) -> None:
+    """The log says of records that they are gone which the index does not have any more."""
+    records, copy = tails(100), kv.parent / "copy"
+    with driven(kv, segment_bytes=1024 * KiB) as tier:
+        disk = disk_of(tier)
+        tier.keep(records)
+        seal(tier)
+        files_of(disk).fail(Call.UNLINK, errno.EIO, path_part=".rows")
+        take_away(tier, 0, GONE)
+        while not disk._space.segments[1].is_stale:
+            tier.poll_for(0.01)
+        shutil.copytree(kv, copy)
+    assert (copy / "00000001.rows").stat().st_size > 8 * GONE
+    with driven(copy) as tier:
+        assert disk_of(tier)._space.segments[1].indexed == len(records) - GONE
+        assert_holds(tier, records[GONE:], [])

@@ -14,7 +14,7 @@ from kvtide.core.records import Record
 from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, text
-from kvtide.tiers.base import StoreOutcome
+from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.disk.stores import REFUSED_MS, VAIN_MS, VAIN_PORTIONS_MAX
 from kvtide.tiers.files import FreeSpace
 from kvtide.units import GiB, KiB, MiB
@@ -95,6 +95,31 @@ def test_others_that_fill_the_drive_get_what_keeps_the_floor_and_no_more(kv: Pat
         assert tier.tier.statistics().evicted == evicted
 
 
+def test_a_drive_that_others_have_filled_is_told_of_once(
+    kv: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of ours would not make room: stores end, and nobody has to guess why. What is there is
+    found all the same."""
+    with driven(kv, CAP, floor_bytes=FLOOR) as tier:
+        files = files_of(disk_of(tier))
+        tier.keep(chunks(4))
+        files.fill_after(0)
+        ask_drive(tier)
+        for number in range(3):
+            assert tier.store(chunks(1, first=500 + number)) == [StoreOutcome.NO_ROOM]
+        full = "the drive is full: 0 B are free, and 4 MiB are left to others"
+        assert tier.tier.statistics().state == full
+        [line] = lines(caplog)
+        assert str(kv) in line
+        assert full in line
+        assert {tier.load(record) for record in chunks(4)} == {LoadOutcome.LOADED}
+        files.heal()
+        ask_drive(tier)
+        assert tier.tier.statistics().state == "on"
+        tier.keep(chunks(2, first=600))
+        assert lines(caplog)[1:] == [f"disk {kv}: the drive has room again"]
+
+
 class Late(FaultyFiles):
     """Gives space back with a commit that does not come, as Btrfs for half a minute."""
 
@@ -156,7 +181,7 @@ def test_what_the_drive_never_gives_back_is_not_given_up_for_ever(kv: Path) -> N
         evicted = tier.tier.statistics().evicted
         assert store_for(20) == {StoreOutcome.NO_ROOM}
         assert tier.tier.statistics().evicted == evicted
-        assert tier.tier.statistics().state == "on"
+        assert "the drive is full" in tier.tier.statistics().state
         tier.pass_time(VAIN_MS)
         ask_drive(tier)
         assert StoreOutcome.NO_ROOM in store_for(20)
@@ -165,6 +190,7 @@ def test_what_the_drive_never_gives_back_is_not_given_up_for_ever(kv: Path) -> N
         files.free_bytes = 64 * MiB
         ask_drive(tier)
         assert tier.store(chunks(2, first=5_000)) == [StoreOutcome.STORED] * 2
+        assert tier.tier.statistics().state == "on"
 
 
 @pytest.mark.parametrize("code", [errno.EDQUOT, errno.ENOSPC])

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,15 +10,17 @@ import pytest
 from kvtide.codec.record import stored_bytes
 from kvtide.core.keys import INNER_DIGEST_BYTES
 from kvtide.core.records import Record
+from kvtide.testing.faulty_files import FaultyFiles
 from kvtide.testing.tier_records import chain_of, root_of, text
 from kvtide.tiers.base import StoreOutcome
 from kvtide.tiers.disk import columns as tables
 from kvtide.tiers.disk import sealing
 from kvtide.tiers.disk.directory import SEGMENT, USED, Directory
 from kvtide.tiers.disk.rows import Kept
+from kvtide.tiers.disk.start import AHEAD
 from kvtide.tiers.files import SystemFiles
 from kvtide.tiers.kinds import Kind
-from kvtide.units import GiB
+from kvtide.units import GiB, KiB, MiB
 from tests.tiers.disk_place import (
     ROOT,
     SMALL,
@@ -172,3 +174,40 @@ def test_all_that_begins_alike_is_found_after_a_start(tmp_path: Path) -> None:
             asked = tier.ask((), record.digests, root=ROOT, layout=SMALL)
             assert tier.found(asked).records == [record]
         disk_of(tier).check_integrity()
+
+
+class Ahead(FaultyFiles):
+    """Notes what is wanted in the page cache, and what is read of it when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[str, str]] = []
+
+    def want_cached(self, descriptor: int) -> None:
+        self._note("want", descriptor)
+        super().want_cached(descriptor)
+
+    def read_at(self, descriptor: int, parts: Sequence[memoryview], offset_bytes: int) -> int:
+        self._note("read", descriptor)
+        return super().read_at(descriptor, parts, offset_bytes)
+
+    def _note(self, what: str, descriptor: int) -> None:
+        self.noted.append((what, Path(self._path(descriptor)).name))
+
+
+def test_what_stands_beside_segments_is_read_ahead(tmp_path: Path) -> None:
+    """A log that is not costs a start after a kill as much as an index that is not: each is asked
+    for once, before it is read, and while others are."""
+    with driven(tmp_path / "kv", 64 * MiB, segment_bytes=32 * KiB) as tier:
+        tier.keep(tails(600))
+        assert disk_of(tier).remove(record.key for record in tails(600)[::8]) == 75
+    files = Ahead()
+    with driven(tmp_path / "kv", 64 * MiB, files=files):
+        pass
+    names = {path.name for path in (tmp_path / "kv").glob("0*") if path.suffix != ".segment"}
+    assert len(names) > 2 * AHEAD
+    wanted = {name: files.noted.index(("want", name)) for name in names}
+    assert [what for what, name in files.noted if name in names].count("want") == len(names)
+    read = {name: files.noted.index(("read", name)) for name in names}
+    assert all(wanted[name] < read[name] for name in names)
+    assert sum(wanted[name] + AHEAD < read[name] for name in names) > len(names) // 2

@@ -98,13 +98,17 @@ def check_command(path: Path, repair: bool, from_segment: int) -> None:
     """
     _require_disk(path)
     found = _Found(from_segment, from_segment)
+    is_interrupted = False
     with opened(path) if repair else nullcontext() as tier:
         try:
             _check(path, found)
         except KeyboardInterrupt:
-            _finish(found, tier)
-            raise KVTideError(_how_to_go_on(path, found.at, is_repairing=repair)) from None
-        _finish(found, tier)
+            is_interrupted = True
+        removed = _finish(found, tier)
+    if removed is not None:
+        click.echo(f"removed {_count(removed, 'record')}, what lay behind included")
+    if is_interrupted:
+        raise KVTideError(_how_to_go_on(path, found.at, is_repairing=repair))
     if any(one.record is None or not repair for one in found.faults):
         raise click.exceptions.Exit(1)
 
@@ -144,8 +148,9 @@ def _check(path: Path, found: _Found) -> None:
         bar.update(total_bytes - done_bytes)
 
 
-def _finish(found: _Found, tier: DiskTier | None) -> None:
-    """Say what was found, and take away what is damaged if a tier has the directory for that."""
+def _finish(found: _Found, tier: DiskTier | None) -> int | None:
+    """Say what was found, and take away what is damaged if a tier has the directory for that; how
+    many records that were, None where nothing was to be taken away."""
     for one in found.faults[:FAULTS_SHOWN]:
         at = "" if one.offset_bytes is None else f", byte {one.offset_bytes}"
         click.echo(f"segment {one.segment}{at}: {one.fault}")
@@ -155,9 +160,7 @@ def _finish(found: _Found, tier: DiskTier | None) -> None:
     behind = f" from segment {found.first} on" if found.first else ""
     click.echo(f"{_count(found.count, 'record')}{behind}, {verdict}")
     keys = [one.record.key for one in found.faults if one.record is not None]
-    if tier is not None and keys:
-        removed = _count(tier.remove(keys), "record")
-        click.echo(f"removed {removed}, what lay behind included")
+    return tier.remove(keys) if tier is not None and keys else None
 
 
 def _how_to_go_on(path: Path, segment: int, *, is_repairing: bool) -> str:

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from kvtide.errors import reason_of
 from kvtide.tiers.disk.ops import ClearOp, Ended
 from kvtide.tiers.disk.workers import Workers
 from kvtide.tiers.kinds import Kind
@@ -77,13 +78,22 @@ def is_cleared(up_to: Mapping[Scope, int], kind: Kind, segment: int) -> bool:
 class Clears:
     """All that still matter."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, disk: str, workers: Workers) -> None:
+        """`disk` is what warnings name it."""
+        self._disk = disk
         self._workers = workers
         self._up_to: dict[Scope, int] = {}
         self._to_make: dict[str, None] = {}
         self._to_remove: dict[str, None] = {}
+        self._unmade: set[str] = set()
         self._left_alone = 0
-        self._do_they_fail = False  # the last did
+        self._failure = ""  # of the last that was to be done
+
+    @property
+    def reason(self) -> str:
+        """Why a clear could not be written down, while that is so."""
+        is_told = bool(self._unmade and self._failure)
+        return f"a clear cannot be written down: {self._failure}" if is_told else ""
 
     def __len__(self) -> int:
         return len(self._up_to)
@@ -92,7 +102,7 @@ class Clears:
 
     def take(self, names: Iterable[str]) -> None:
         """What the directory's files say."""
-        names = list(names)
+        names = [name for name in names if name.endswith(CLEARED)]
         self._up_to = told_by(names)
         for said in filter(None, map(parsed, names)):
             if said.up_to < self._up_to[said.scope]:
@@ -125,6 +135,7 @@ class Clears:
         self._up_to[scope] = up_to
         self._to_remove.pop(name_of(scope, up_to), None)
         self._to_make[name_of(scope, up_to)] = None
+        self._unmade.add(name_of(scope, up_to))
         self.retry(WAIT_S_MAX if is_waiting else 0.0)
 
     def forget(self, segments: Iterable[int]) -> None:
@@ -138,6 +149,7 @@ class Clears:
     def _remove(self, scope: Scope) -> None:
         name = name_of(scope, self._up_to.pop(scope))
         self._to_make.pop(name, None)
+        self._unmade.discard(name)
         self._to_remove[name] = None
 
     def retry(self, wait_s: float = 0.0) -> None:
@@ -152,12 +164,30 @@ class Clears:
         fails again does not."""
         op = ended.op
         assert isinstance(op, ClearOp), op
-        is_news = ended.error is None or not self._do_they_fail
-        self._do_they_fail = ended.error is not None
         if ended.error is None:
-            return is_news
+            self._unmade.difference_update(op.names)
+            self._failure = ""
+            return True
+        error, is_news = ended.error, not self._failure
+        self._failure = reason_of(error) if isinstance(error, OSError) else str(error)
+        if is_news and self._unmade:
+            logger.warning(
+                "%s: %s; it is tried again, and a start before that finds what was cleared",
+                self._disk,
+                self.reason,
+            )
         held = {name_of(scope, up_to) for scope, up_to in self._up_to.items()}
         self._to_make.update(dict.fromkeys(name for name in op.names if name in held))
         removed = [name for name in (*op.names, *op.old_names) if name not in held]
         self._to_remove.update(dict.fromkeys(removed))
         return is_news
+
+    def tell_unmade(self) -> None:
+        """At the end, when nothing is tried any more."""
+        if self._unmade:
+            logger.error(
+                "%s: not written down: %d of the clears; the next start finds what they took"
+                " away: clear again then",
+                self._disk,
+                len(self._unmade),
+            )

@@ -9,6 +9,7 @@ docs/formats.md has the layout.
 import struct
 import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -42,13 +43,14 @@ class Columns:
         kinds: definitions; `kind` numbers them from 0.
         keys: 32 bytes each, one behind the other.
         firsts: the first 8 bytes of a record's first digest.
-        pages: where a record begins in its segment, in units of 4096 bytes.
+        pages: where a record begins in its segment, in units of 4096 bytes; ascending.
         kind: number of its definition.
         back: how many rows ahead its parent stands; 0: it is the root or elsewhere.
         children: rows of the same segment that stand below it.
         blocks: how many it holds.
         elsewhere: rows whose parents lie in other segments, and their keys.
         digests: of all blocks of all rows, 16 bytes each, one behind the other.
+        allocated_bytes: what the file takes that they were read from; 0: none was.
     """
 
     kinds: list[Kind] = field(default_factory=list)
@@ -61,9 +63,16 @@ class Columns:
     blocks: "array[int]" = field(default_factory=lambda: array("H"))
     elsewhere: list[tuple[int, bytes]] = field(default_factory=list)
     digests: memoryview = field(default_factory=lambda: memoryview(b""))
+    allocated_bytes: int = 0
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+    def rows_at(self, pages: Iterable[int]) -> list[int]:
+        """Of these pages, the rows of those at which a record begins."""
+        mine, count = self.pages, len(self)
+        found = [(bisect_left(mine, page), page) for page in pages]
+        return [row for row, page in found if row < count and mine[row] == page]
 
     def cut_keys(self) -> tuple[bytes, ...]:
         """The key of each row."""
@@ -200,12 +209,20 @@ def _is_consistent(columns: Columns, digests: int) -> bool:
     """Whether each number is one that the others allow."""
     rows = len(columns)
     return not rows or (
-        max(columns.kind) < len(columns.kinds)
-        and min(columns.blocks) > 0
+        _are_kinds(columns)
+        # No two zeros side by side are no zero among these numbers, and found at once.
+        and (bytes(2) not in columns.blocks.tobytes() or min(columns.blocks) > 0)
         and sum(columns.blocks) == digests
         and _are_ahead(columns.back)
         and all(row < rows for row, _ in columns.elsewhere)
     )
+
+
+def _are_kinds(columns: Columns) -> bool:
+    """Whether each number is that of a kind."""
+    if len(columns.kinds) == 1:  # as in most segments, and without a step for each row
+        return columns.kind.tobytes() == bytes(columns.kind.itemsize * len(columns))
+    return max(columns.kind) < len(columns.kinds)
 
 
 def _are_ahead(back: "array[int]") -> bool:

@@ -77,33 +77,29 @@ class LazyCatalog(Catalog):
 
     # ---- a start
 
-    def take(self, segment: int, columns: Columns, gone: Collection[int]) -> list[Place]:
+    def take(self, segment: int, columns: Columns, gone: Collection[int]) -> list[int]:
         """A segment's records, at a start, in the order of segments; `settle` follows once all are
-        here. `gone`: offsets of those that are not there any more; their places are returned."""
+        here. `gone`: offsets of those that are not there any more; their rows are returned, which
+        are counted from 0."""
         numbers = [self.kind_number(kind) for kind in columns.kinds]
-        pages = {offset // CELL_ALIGN_BYTES for offset in gone}
-        rows = [row for row, page in enumerate(columns.pages) if page in pages] if gone else []
+        rows = columns.rows_at(sorted(offset // CELL_ALIGN_BYTES for offset in gone))
         self._untaken.add(segment, columns, numbers, rows)
         for number in numbers:
             self.use_kind(number)  # until it is taken in
-        places = []
-        for row in rows:
-            state = self.kinds[numbers[columns.kind[row]]]
-            length = state.length_bytes(columns.blocks[row])
-            places.append(Place(segment, columns.pages[row] * CELL_ALIGN_BYTES, length))
-            state.records -= 1
-        self._count(numbers, columns)
-        return places
+        self._count(numbers, columns, rows)
+        return rows
 
-    def _count(self, numbers: list[int], columns: Columns) -> None:
+    def _count(self, numbers: list[int], columns: Columns, gone: list[int]) -> None:
         if len(numbers) == 1:
-            self.kinds[numbers[0]].records += len(columns)
+            self.kinds[numbers[0]].records += len(columns) - len(gone)
             self.kinds[numbers[0]].tops += columns.back.count(0)
             return
         tops = [
             number for number, back in zip(columns.kind, columns.back, strict=True) if not back
         ]
-        for number, count in Counter(columns.kind).items():
+        left = Counter(columns.kind)
+        left.subtract(columns.kind[row] for row in gone)
+        for number, count in left.items():
             self.kinds[numbers[number]].records += count
         for number, count in Counter(tops).items():
             self.kinds[numbers[number]].tops += count

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from kvtide.tier_values import DISK
 from kvtide.tiers.disk.tier import DiskTier
 from kvtide.tiers.disk_names import parsed_name
 from kvtide.tiers.registry import TierType
+from kvtide.tiers.shared_names import is_of_members
 
 RATIO_AUTO = 0.8
 """Of what is free, for `bytes_max: auto`."""
@@ -20,6 +22,7 @@ def open_disk(
     options: Mapping[str, Any], wake: Callable[[], None], queue_bytes_max: int
 ) -> DiskTier:
     """See `TierType`."""
+    _refuse_shared_dir(options["path"])
     return DiskTier(
         options["path"],
         bytes_of(options["path"], options["bytes_max"]),
@@ -27,6 +30,20 @@ def open_disk(
         sync=options["sync"],
         queue_bytes_max=queue_bytes_max,
     )
+
+
+def _refuse_shared_dir(path: Path) -> None:
+    """Nothing is written where members of a shared directory are.
+
+    Raises:
+        ConfigError: one is, or was, there.
+    """
+    with suppress(OSError):  # not there, or not for us: that is told when it is opened
+        if is_of_members(path):
+            raise ConfigError(
+                f"the disk {path} is the directory of a shared_dir, which others may have; name"
+                " another, or a tier of type shared_dir"
+            )
 
 
 def bytes_of(path: Path, wanted: int | Literal["auto"]) -> int:

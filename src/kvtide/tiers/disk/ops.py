@@ -38,10 +38,18 @@ class StoreOp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FreeOp:
-    """Give the space of records of one segment back; `is_again`: that has failed before."""
+    """Give the space of records of one segment back.
+
+    Attributes:
+        segment: theirs.
+        places: where they are.
+        unsaid: those of them of which no row says yet that they are gone.
+        is_again: that has failed before, for all of them.
+    """
 
     segment: int
     places: list[Place]
+    unsaid: list[Place]
     is_again: bool
 
 
@@ -111,6 +119,7 @@ class Ended:
         is_lost: the file that should hold the record is not there, though the directory is.
         is_spoiled: the segment's rows log cannot be appended to any more.
         is_left: bytes of a store that failed could not be taken away.
+        said_count: of how many of a FreeOp's `unsaid` a row says now that they are gone.
     """
 
     op: Op
@@ -120,6 +129,7 @@ class Ended:
     is_lost: bool = False
     is_spoiled: bool = False
     is_left: bool = False
+    said_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

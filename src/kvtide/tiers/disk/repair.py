@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvtide.errors import KVTideError
 from kvtide.tiers.base import NO_CAP_BYTES
 from kvtide.tiers.disk.tier import DiskTier
 
@@ -17,6 +18,7 @@ def opened(path: Path) -> Iterator[DiskTier]:
 
     Raises:
         ConfigError: a node has the directory, or it cannot be used.
+        KVTideError: at the end, where something that was taken away is still there.
     """
     tier = DiskTier(path, NO_CAP_BYTES, lambda: None, floor_bytes=0)
     try:
@@ -24,3 +26,8 @@ def opened(path: Path) -> Iterator[DiskTier]:
     finally:
         tier.close(CLOSE_S_MAX)
         tier.poll()
+    if tier.unsaid_count:
+        raise KVTideError(
+            f"not removed: {tier.unsaid_count} of the damaged records in {path}, which takes no"
+            " writes; see that it does, and repair it again"
+        )

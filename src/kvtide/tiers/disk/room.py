@@ -20,6 +20,8 @@ WATERMARK_RATIO = 0.95
 """Eviction starts here, so that a store seldom waits for one."""
 EVICTIONS_MAX = 256
 """Of one call: the owner has other things to do; the rest comes with the next."""
+RETRY_MS_FIRST, RETRY_MS_MAX = 100, 10_000
+"""What cannot be given back is tried again after a pause that doubles from the first to this."""
 REWRITE_ROWS_MIN, REWRITE_RATIO = 32, 0.125
 """An index is written anew once more than so many of its rows are gone: a start takes in what is
 gone one by one, and what is there at once."""
@@ -41,7 +43,11 @@ class Room:
         self._parked: dict[tuple[int, int], Place] = {}
         self._dirty: set[int] = set()
         self._failed: dict[int, list[Place]] = {}
-        self._again: set[int] = set()  # segments of which only what failed is to be given back
+        self._tried: dict[int, dict[int, bool]] = {}
+        """Of segments of which something could not be given back: what, by where it begins, and
+        whether a row says that it is gone."""
+        self._retried_ms = 0
+        self._pause_ms = 0
         self._removals_under_way = 0
 
     # ---- loads
@@ -88,7 +94,6 @@ class Room:
         segment = self._space.segments[place.segment]
         segment.live -= 1
         segment.doomed.append(place)
-        self._again.discard(segment.number)
         self._space.freeing_bytes += place.length_bytes
         self._dirty.add(segment.number)
 
@@ -130,13 +135,15 @@ class Room:
             if segment is None or segment.is_going:
                 continue
             places, segment.doomed = segment.doomed, []
+            tried = self._tried.get(number, {})
+            is_again = number in self._tried and all(one.offset_bytes in tried for one in places)
             if segment.live == 0 and segment is not self._space.active:
                 segment.is_going = True
-                self._submit(segment, UnlinkOp(number, places, number in self._again))
+                self._submit(segment, UnlinkOp(number, places, is_again))
             elif places:
-                self._submit(segment, FreeOp(number, places, number in self._again))
+                unsaid = [one for one in places if not tried.get(one.offset_bytes)]
+                self._submit(segment, FreeOp(number, places, unsaid, is_again))
         self._dirty.clear()
-        self._again.clear()
 
     def _submit(self, segment: Segment, op: FreeOp | UnlinkOp) -> None:
         """To the one thread that works on this segment: never two at a time on its rows."""
@@ -160,25 +167,49 @@ class Room:
         segment.writer_ops.discard(op)
         if ended.error is not None:
             self._failed.setdefault(op.segment, []).extend(op.places)
+            tried = self._tried.setdefault(op.segment, {})
+            for place in op.places:
+                tried.setdefault(place.offset_bytes, False)
             if isinstance(op, UnlinkOp):
                 segment.is_going = False
+            else:
+                tried.update((one.offset_bytes, True) for one in op.unsaid[: ended.said_count])
             return not op.is_again
         if isinstance(op, UnlinkOp):
             self._space.freeing_bytes -= sum(place.length_bytes for place in segment.doomed)
             self._failed.pop(op.segment, None)
+            self._tried.pop(op.segment, None)
             self._space.drop(segment)
         else:
+            tried = self._tried.get(op.segment, {})
+            for place in op.places:
+                tried.pop(place.offset_bytes, None)
+            if op.segment not in self._failed and not tried:
+                self._tried.pop(op.segment, None)
             self._look_at(segment)
         return True
 
+    def retry_in_time(self, now_ms: int) -> None:
+        """Try again what could not be given back, after a pause."""
+        if not self._tried:
+            self._pause_ms = 0
+        elif self._failed and now_ms - self._retried_ms >= self._pause_ms:
+            self._retried_ms = now_ms
+            self._pause_ms = min(max(RETRY_MS_FIRST, 2 * self._pause_ms), RETRY_MS_MAX)
+            self.retry()
+
     def retry(self) -> None:
-        """Try again what could not be given back."""
+        """Try again what could not be given back, now."""
         for number, places in self._failed.items():
             self._space.segments[number].doomed += places
             self._space.freeing_bytes += sum(place.length_bytes for place in places)
         self._dirty.update(self._failed)
-        self._again.update(self._failed)
         self._failed.clear()
+
+    @property
+    def unsaid_count(self) -> int:
+        """Of how many records that were taken away no row says so: a start finds them again."""
+        return sum(not is_said for tried in self._tried.values() for is_said in tried.values())
 
     def roll(self) -> None:
         """Nothing is appended to the active segment from now on."""

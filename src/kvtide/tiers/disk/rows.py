@@ -10,7 +10,6 @@ the number of a definition ahead of them in the same log. docs/formats.md has th
 """
 
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvtide.codec import record as codec
@@ -67,6 +66,7 @@ class Rows:
         gone: offsets of those.
         end_bytes: where the last good row ends.
         is_whole: whether nothing follows it.
+        allocated_bytes: what the file takes that they were read from; 0: none was.
     """
 
     kinds: dict[int, Kind] = field(default_factory=dict)
@@ -74,6 +74,7 @@ class Rows:
     gone: set[int] = field(default_factory=set)
     end_bytes: int = 0
     is_whole: bool = False
+    allocated_bytes: int = 0
 
 
 def opening(segment: int) -> bytes:
@@ -118,32 +119,25 @@ def read_log(content: memoryview, segment: int) -> Rows:
         raise UnknownFormat(f"a rows log has format version {version}; known is {VERSION}")
     if (magic, number) != (LOG_MAGIC, segment):
         raise CorruptRecord(f"a rows log begins with {magic.hex()} of segment {number}")
-    rows = Rows(end_bytes=OPENING_BYTES)
+    rows = Rows()
+    at, end, seed = OPENING_BYTES, len(content), segment << _PLACE_BITS
     try:
-        for row_type, body in _good_rows(content, segment):
+        while at + _HEAD.size <= end:
+            row_type, length, wanted = _HEAD.unpack_from(content, at)
+            body_at = at + _HEAD.size
+            next_at = body_at + length
+            if length > BODY_BYTES_MAX or next_at > end:
+                break
+            body = content[body_at:next_at]
+            label = bytes(content[at : at + _LABEL.size])
+            if codec.checksum(label + body, seed ^ at) != wanted:
+                break
             _take(rows, row_type, body)
-            rows.end_bytes += _HEAD.size + len(body)
+            at = next_at
     except CorruptRecord:
-        return rows
-    rows.is_whole = True
+        pass  # it is whole, and says what cannot be: the end, like one that is not
+    rows.end_bytes, rows.is_whole = at, at == end
     return rows
-
-
-def _good_rows(content: memoryview, segment: int) -> Iterator[tuple[int, memoryview]]:
-    """Rows in order; raises CorruptRecord at the first that is none."""
-    at = OPENING_BYTES
-    while at < len(content):
-        if len(content) - at < _HEAD.size:
-            raise CorruptRecord("a row is cut short")
-        row_type, length, wanted = _HEAD.unpack_from(content, at)
-        body = content[at + _HEAD.size : at + _HEAD.size + length]
-        if length > BODY_BYTES_MAX or len(body) != length:
-            raise CorruptRecord("a row is cut short")
-        label = _LABEL.pack(row_type, length)
-        if codec.checksum(label + body, segment << _PLACE_BITS ^ at) != wanted:
-            raise CorruptRecord("checksum of a row")
-        yield row_type, body
-        at += _HEAD.size + length
 
 
 def _take(rows: Rows, row_type: int, body: memoryview) -> None:
@@ -155,9 +149,11 @@ def _take(rows: Rows, row_type: int, body: memoryview) -> None:
             kept = _read_kept(body, rows.kinds)
             rows.kept[kept.offset_bytes] = kept
         case 3:  # GONE
-            for (offset,) in struct.iter_unpack("<Q", body[: len(body) // 8 * 8]):
+            count = len(body) // 8
+            offsets = struct.unpack_from(f"<{count}Q", body)
+            rows.gone.update(offsets)
+            for offset in offsets if rows.kept else ():  # none beside an index, as a rule
                 rows.kept.pop(offset, None)
-                rows.gone.add(offset)
         case _:
             raise CorruptRecord(f"a row of type {row_type}")
 

@@ -37,31 +37,28 @@ class Scratch:
         return memoryview(self._memory)[:length_bytes]
 
 
-def read_whole(directory: Directory, path: str, scratch: Scratch) -> memoryview | None:
-    """All bytes of a small file, in memory that the next one is read into; None where it is not
-    there. Raises OSError."""
-    files = directory.files
-    try:
-        descriptor = files.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        content = scratch.of(files.size(descriptor).length_bytes)
-        return content[: read_fully(files, descriptor, [content], 0)]
-    finally:
-        files.close(descriptor)
-
-
 def read_rows(directory: Directory, number: int, scratch: Scratch | None = None) -> Rows | None:
     """A segment's rows log; None where there is none.
 
     Raises:
         OSError, UnknownFormat, CorruptRecord: it cannot be read, or does not even begin as one.
     """
-    content = read_whole(directory, directory.at(number, ROWS), scratch or Scratch())
-    if content is None or not len(content):
+    files = directory.files
+    try:
+        descriptor = files.open(directory.at(number, ROWS), os.O_RDONLY)
+    except FileNotFoundError:
         return None
-    return logs.read_log(content, number)
+    try:
+        size = files.size(descriptor)
+        content = (scratch or Scratch()).of(size.length_bytes)
+        content = content[: read_fully(files, descriptor, [content], 0)]
+    finally:
+        files.close(descriptor)
+    if not len(content):
+        return None
+    rows = logs.read_log(content, number)
+    rows.allocated_bytes = size.allocated_bytes
+    return rows
 
 
 def read_index(
@@ -80,7 +77,8 @@ def read_index(
     try:
         opening = scratch.of(tables.OPENING_BYTES)
         extent = tables.extent_of(opening[: read_fully(files, descriptor, [opening], 0)], number)
-        length = files.size(descriptor).length_bytes
+        size = files.size(descriptor)
+        length = size.length_bytes
         if length != extent.columns_bytes + extent.digests_bytes:
             raise CorruptRecord(f"an index has {length} bytes, its opening speaks of others")
         parts = [scratch.of(extent.columns_bytes), memoryview(bytearray(extent.digests_bytes))]
@@ -88,7 +86,9 @@ def read_index(
             raise CorruptRecord("an index is cut short")
     finally:
         files.close(descriptor)
-    return tables.decode(parts[0], parts[1], number)
+    columns = tables.decode(parts[0], parts[1], number)
+    columns.allocated_bytes = size.allocated_bytes
+    return columns
 
 
 @dataclass(frozen=True, slots=True)

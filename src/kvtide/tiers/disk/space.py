@@ -167,6 +167,12 @@ class Space:
         """Whether the file system keeps its free space."""
         return self.free_bytes - self.promised_bytes - need_bytes >= self.floor_bytes
 
+    @property
+    def is_full(self) -> bool:
+        """Whether others have so much of the drive that all of ours would not keep the floor, as
+        far as it is known now."""
+        return self.used_bytes + self.free_bytes <= self.floor_bytes
+
     def was_refused(self, need_bytes: int) -> bool:
         """Whether a write found no room when as much was used as would be with this."""
         refused = self.refused_bytes

@@ -17,10 +17,12 @@ import os
 import stat
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvtide.codec import record as codec
+from kvtide.core.keys import INNER_DIGEST_BYTES
 from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.errors import ConfigError, CorruptRecord, UnknownFormat
 from kvtide.tiers.disk import recency, scan, sealing
@@ -37,6 +39,7 @@ from kvtide.tiers.disk.directory import (
     Directory,
 )
 from kvtide.tiers.disk.intake import LazyCatalog
+from kvtide.tiers.disk.rows import Rows
 from kvtide.tiers.disk.sealing import Scratch
 from kvtide.tiers.disk.space import FLOOR_BYTES, FLOOR_RATIO, PAGE, Segment, Space
 from kvtide.tiers.disk_names import LOCK, parsed_name
@@ -46,11 +49,13 @@ from kvtide.units import format_bytes
 logger = logging.getLogger("kvtide.disk")
 
 AHEAD = 64
-"""So many indexes the kernel reads ahead. (Threads that read ahead were slower: they and the owner
-wait for one another at the interpreter's lock.)"""
+"""Of so many segments the kernel reads logs and indexes ahead. (Threads that read ahead were
+slower: they and the owner wait for one another at the interpreter's lock.)"""
 
 
 _TEMPORARIES = (f"probe{TEMPORARY}", f"{USED}{TEMPORARY}")
+_SHAPE_BITS = 16
+_BLOCKS = (1 << _SHAPE_BITS) - 1
 
 
 @dataclass(slots=True)
@@ -146,9 +151,10 @@ def _take_all(
     places: list[Place] = []
     ordered = sorted(numbers)
     scratch = Scratch()
+    _want(directory, ordered[:AHEAD], numbers)
     for at, number in enumerate(ordered):
         if at % AHEAD == 0:
-            _want(directory, ordered[at : at + 2 * AHEAD])
+            _want(directory, ordered[at + AHEAD : at + 2 * AHEAD], numbers)
         space.next_number = number + 1
         read = _read_one(directory, number, numbers[number], scratch)
         if read is not None:
@@ -160,15 +166,19 @@ def _take_all(
     return places
 
 
-def _want(directory: Directory, numbers: list[int]) -> None:
-    """Let the kernel read indexes ahead."""
-    for number in numbers:
-        with suppress(OSError):
-            descriptor = directory.files.open(directory.at(number, INDEX), os.O_RDONLY)
-            try:
-                directory.files.want_cached(descriptor)
-            finally:
-                directory.files.close(descriptor)
+def _want(directory: Directory, numbers: Sequence[int], suffixes: Mapping[int, set[str]]) -> None:
+    """Let the kernel read what stands beside these segments ahead: logs first, which are small,
+    and are read first."""
+    for suffix in (ROWS, INDEX):
+        for number in numbers:
+            if suffix not in suffixes[number]:
+                continue
+            with suppress(OSError):
+                descriptor = directory.files.open(directory.at(number, suffix), os.O_RDONLY)
+                try:
+                    directory.files.want_cached(descriptor)
+                finally:
+                    directory.files.close(descriptor)
 
 
 def _is_temporary(name: str) -> bool:
@@ -212,7 +222,7 @@ def _take_one(
         return []
     segment = space.segments[number] = Segment(number, is_sealed=read.is_sealed)
     segment.row_count = segment.indexed = len(read.columns)
-    segment.digest_count = sum(read.columns.blocks)
+    segment.digest_count = len(read.columns.digests) // INNER_DIGEST_BYTES
     for kind in read.columns.kinds:
         segment.add_kind(kind)
     space.measured(number, read.allocated)
@@ -235,21 +245,35 @@ def _live(read: _Read) -> bool:
     return any(page * CELL_ALIGN_BYTES not in read.gone for page in read.columns.pages)
 
 
-def _still_there(segment: Segment, read: _Read, gone: list[Place]) -> list[Place]:
-    """Places of what is gone, where a kill came before its hole; else of what no row says yet."""
+def _still_there(segment: Segment, read: _Read, gone: list[int]) -> list[Place]:
+    """Places of these rows, which are gone, where a kill came before their holes; else of those
+    that no log says yet."""
     if not gone:
         return []
-    columns = read.columns
-    numbers = Counter(zip(columns.kind, columns.blocks, strict=True))
-    every = sum(
-        count * codec.stored_bytes(columns.kinds[kind].layout, blocks)
-        for (kind, blocks), count in numbers.items()
-    )
-    wanted = every - sum(place.length_bytes for place in gone)
-    if read.allocated[SEGMENT] <= wanted + min(place.length_bytes for place in gone) - PAGE:
-        gone = [place for place in gone if place.offset_bytes in read.cut]
+    columns, shapes = read.columns, _shapes(read.columns)
+    gone_shapes, left = Counter(map(shapes.__getitem__, gone)), Counter(shapes)
+    left.subtract(gone_shapes)
+    lengths = {
+        shape: codec.stored_bytes(columns.kinds[shape >> _SHAPE_BITS].layout, shape & _BLOCKS)
+        for shape in left
+    }
+    wanted = sum(count * lengths[shape] for shape, count in left.items())
+    if read.allocated[SEGMENT] <= wanted + min(map(lengths.__getitem__, gone_shapes)) - PAGE:
+        cut = read.cut
+        gone = [row for row in gone if columns.pages[row] * CELL_ALIGN_BYTES in cut] if cut else []
     segment.live += len(gone)  # until it is given back
-    return gone
+    return [
+        Place(segment.number, columns.pages[row] * CELL_ALIGN_BYTES, lengths[shapes[row]])
+        for row in gone
+    ]
+
+
+def _shapes(columns: Columns) -> Sequence[int]:
+    """Of each row its kind and blocks as one number: equal ones have equal lengths."""
+    if len(columns.kinds) == 1:  # as in most segments, and without a step for each row
+        return columns.blocks
+    pairs = zip(columns.kind, columns.blocks, strict=True)
+    return [kind << _SHAPE_BITS | blocks for kind, blocks in pairs]
 
 
 def _read(directory: Directory, number: int, suffixes: set[str], scratch: Scratch) -> _Read:
@@ -262,7 +286,7 @@ def _read(directory: Directory, number: int, suffixes: set[str], scratch: Scratc
     for fault in said.faults:
         logger.warning("disk %s", fault)
     if said.is_all and said.index is not None and not (said.rows and said.rows.kept):
-        return _Read(said.index, said.rows.gone if said.rows else set(), is_sealed=True)
+        return _as_said(said.index, said.rows)
     columns = sealing.joined(said.index, said.rows)
     if not said.is_all:
         count = len(columns)
@@ -276,6 +300,14 @@ def _read(directory: Directory, number: int, suffixes: set[str], scratch: Scratc
     is_sealed = _sealed(directory, number, columns)
     _give_back(directory, number, columns)
     return _Read(columns, set(), is_sealed)
+
+
+def _as_said(index: Columns, rows: Rows | None) -> _Read:
+    """What both say as they are; neither file is changed, nor asked about again."""
+    read = _Read(index, set(), is_sealed=True, allocated={INDEX: index.allocated_bytes})
+    if rows is not None:
+        read.gone, read.allocated[ROWS] = rows.gone, rows.allocated_bytes
+    return read
 
 
 def _sealed(directory: Directory, number: int, columns: Columns) -> bool:

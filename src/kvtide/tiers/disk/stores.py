@@ -72,6 +72,7 @@ class Stores:
         self._refused_ms = 0
         self._hoped_ms = 0  # when evicting was last expected to make room
         self._is_told = False
+        self._lacking_bytes = 0  # what a store needed that found the drive full; 0: none since
         self._early: list[Pending] = []  # those that the catalog was not asked about yet
         self._disk = disk
         self._catalog = catalog
@@ -228,7 +229,8 @@ class Stores:
         space.refused_bytes = used if known is None else min(known, used)
         self._refused_ms = self.now_ms
         reason = f"errno {code} ({os.strerror(code)})"
-        self._tell(f"a write beyond {format_bytes(used)} was refused by {reason}")
+        if not space.is_full:  # else that is told
+            self._tell(f"a write beyond {format_bytes(used)} was refused by {reason}")
         return known is not None
 
     def _tell(self, story: str) -> None:
@@ -283,6 +285,7 @@ class Stores:
         if is_short and is_counted_twice:
             return False
         if not space.could_hold(reserve) or (is_short and self._is_vain()):
+            self._found_full(reserve)
             self._drop([pending], StoreOutcome.NO_ROOM)
             return True
         if is_short or not space.is_room_for(reserve):
@@ -294,6 +297,7 @@ class Stores:
                 return True
         segment = space.active or space.begin()
         space.vain_bytes = 0
+        self._found_room()
         place = space.place(segment, state.kind, length, record.blocks)
         space.reserved_bytes += reserve
         pending.op = StoreOp(pending.job, place, state.kind, pending.kind, reserve, space.refusals)
@@ -313,11 +317,40 @@ class Stores:
         self._hoped_ms = self.now_ms
         return False
 
+    @property
+    def reason(self) -> str:
+        """Why nothing is stored though the place works, in words; empty: it is."""
+        lacking = self._lacking_bytes
+        return "" if not lacking or self._space.is_above_floor(lacking) else self._full_story()
+
+    def _full_story(self) -> str:
+        free, floor = format_bytes(self._space.free_bytes), format_bytes(self._space.floor_bytes)
+        return f"the drive is full: {free} are free, and {floor} are left to others"
+
+    def _found_full(self, need_bytes: int) -> None:
+        """A store ends for want of room; say so once, if it is the drive that has none."""
+        space = self._space
+        if space.held_bytes_max >= space.bytes_max or space.is_above_floor(need_bytes):
+            return
+        if not self._lacking_bytes:
+            logger.warning(
+                "%s: %s; nothing is stored until there is room, what is there is still found",
+                self._disk,
+                self._full_story(),
+            )
+        self._lacking_bytes = need_bytes
+
+    def _found_room(self) -> None:
+        if self._lacking_bytes:
+            self._lacking_bytes = 0
+            logger.warning("%s: the drive has room again", self._disk)
+
     def _make_room(self, need_bytes: int) -> bool:
         """Evict for a store; whether there will be room."""
         space, before = self._space, self._room.evicted
         will_be = self._room.evict(need_bytes, space.wanted_bytes_max)
-        if self._room.evicted > before and not space.is_above_floor(need_bytes):
+        is_short = not space.is_above_floor(need_bytes) and not space.is_full
+        if self._room.evicted > before and is_short:
             free, floor = format_bytes(space.free_bytes), format_bytes(space.floor_bytes)
             self._tell(f"{free} are free, and {floor} are left to others")
         return will_be

@@ -132,7 +132,7 @@ class DiskTier:
         self._room = Room(disk, self._catalog, self._space, self._workers)
         parts = (self._catalog, self._space, self._room, self._workers)
         self._stores = Stores(disk, *parts, self._end, queue_bytes_max)
-        self._clears = Clears(self._workers)
+        self._clears = Clears(disk, self._workers)
         doomed = start.open_directory(
             self._directory, self._catalog, self._space, self._clears, floor_bytes
         )
@@ -265,7 +265,7 @@ class DiskTier:
             self._clears.retry()  # the first thing that works
         elif not self._writes.is_open:
             self._clears.retry()
-            self._room.retry()
+            self._room.retry_in_time(self._now_ms)
         hung = self._hung.look(self._workers.running_loads(), self._now_ms)
         if hung and self._reads.hung(T_LOAD_MS, self._now_ms):
             self._break_reads()
@@ -418,8 +418,9 @@ class DiskTier:
     # ---- numbers and the end
 
     def statistics(self) -> TierStatistics:
+        reasons = self._writes.reason, self._reads.reason, self._clears.reason, self._stores.reason
         return TierStatistics(
-            state=self._writes.reason or self._reads.reason or "on",
+            state=next(filter(None, reasons), "on"),
             bytes_used=self._space.used_bytes,
             bytes_max=self.bytes_max,
             records=len(self._catalog),
@@ -446,8 +447,15 @@ class DiskTier:
             self._room.roll()
             self._room.flush()
         if self._workers.stop(max(0.0, until - time.monotonic())):
+            self._take_results()
             self._leave_recency(until)
             self._directory.free()
+        self._clears.tell_unmade()
+
+    @property
+    def unsaid_count(self) -> int:
+        """How many records that were taken away the next start will find again."""
+        return self._room.unsaid_count
 
     def _leave_recency(self, until: float) -> None:
         """For the next start, where there is room and the drive does not hang."""

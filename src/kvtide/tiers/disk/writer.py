@@ -69,7 +69,7 @@ class Writer:
         """Do it; raises nothing but bugs."""
         ended = Ended(op)
         try:
-            self._do(op)
+            self._do(op, ended)
         except (OSError, KVTideError) as error:
             ended.error = bare(error)
         self._measure(op, ended)
@@ -119,10 +119,13 @@ class Writer:
                 content += logs.kind_row(segment.number, at, op.kind_number, op.kind)
             at = segment.rows_end_bytes + len(content)
             content += logs.kept_row(segment.number, at, kept_of(op))
+        is_first = segment.rows_end_bytes == logs.OPENING_BYTES
         self._append(segment, content)
         segment.kinds = kinds
         if self._directory.sync == "each":
             self._files.sync(segment.rows_descriptor)
+            if is_first:  # the names of both files, too
+                self._files.sync_directory(self._directory.path)
         if not self._directory.is_direct:
             # Plain I/O leaves its pages in memory: those that the drive has by now are let go of.
             with suppress(OSError):  # advice
@@ -140,10 +143,10 @@ class Writer:
         segment = self._open
         return segment is not None and segment.number == op.place.segment and segment.is_spoiled
 
-    def _do(self, op: OtherOp) -> None:
+    def _do(self, op: OtherOp, ended: Ended) -> None:
         match op:
             case FreeOp():
-                self._free(op)
+                self._free(op, ended)
             case UnlinkOp():
                 self._unlink(op)
             case SealOp():
@@ -235,15 +238,15 @@ class Writer:
 
     # ---- space
 
-    def _free(self, op: FreeOp) -> None:
+    def _free(self, op: FreeOp, ended: Ended) -> None:
         """Rows first, then holes. Where there is no room for rows, holes make some."""
         try:
-            self._append_gone(op)
+            self._append_gone(op, ended)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self._punch_all(op.segment, op.places)
-            self._append_gone(op)
+            self._append_gone(op, ended)
         else:
             self._punch_all(op.segment, op.places)
 
@@ -261,8 +264,11 @@ class Writer:
         finally:
             self._files.close(descriptor)
 
-    def _append_gone(self, op: FreeOp) -> None:
-        offsets = [place.offset_bytes for place in op.places]
+    def _append_gone(self, op: FreeOp, ended: Ended) -> None:
+        """Once for each place: a log must not grow by what is tried again and again."""
+        offsets = [place.offset_bytes for place in op.unsaid[ended.said_count :]]
+        if not offsets:
+            return
         segment = self._open
         if segment is None or segment.number != op.segment:
             self._directory.require()
@@ -274,6 +280,7 @@ class Writer:
             for start in range(0, len(offsets), GONE_PER_ROW):
                 some = offsets[start : start + GONE_PER_ROW]
                 self._append(segment, logs.gone_row(op.segment, segment.rows_end_bytes, some))
+                ended.said_count += len(some)
         finally:
             if segment is not self._open:
                 self._files.close(segment.rows_descriptor)

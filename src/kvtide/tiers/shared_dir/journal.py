@@ -21,12 +21,13 @@ from kvtide.codec import record as codec
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.core.records import RootName
 from kvtide.errors import CorruptRecord, UnknownFormat
+from kvtide.tiers import shared_names
 from kvtide.tiers.files import Files, read_fully
 from kvtide.tiers.kinds import Kind, kind_bytes, read_kind
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.units import KiB, MiB
 
-JOURNAL = "journal"
+JOURNAL = shared_names.JOURNAL
 MAGIC = b"kvtidJRN"
 VERSION = 1
 MEMBER_BYTES = 16

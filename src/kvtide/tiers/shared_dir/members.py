@@ -20,7 +20,6 @@ or because somebody removed it, takes another.
 
 import logging
 import os
-import re
 import secrets
 import stat
 from collections.abc import Collection
@@ -30,12 +29,13 @@ from pathlib import Path
 
 from kvtide.core.layout import CELL_ALIGN_BYTES
 from kvtide.errors import ConfigError
+from kvtide.tiers import shared_names
 from kvtide.tiers.files import REFUSED, Files, FileSize, page_memory, read_fully, write_fully
 from kvtide.tiers.shared_dir.journal import JOURNAL, MEMBER_BYTES
 
 logger = logging.getLogger("kvtide.shared_dir")
 
-OWNER = "owner"
+OWNER = shared_names.OWNER
 PROBE = ".tmp"
 """Of a file that is written and removed at a start, beside the folders."""
 ALIVE_MS = 30_000
@@ -45,7 +45,7 @@ SILENT_S = 120
 MEMBERS_MAX = 1024
 """Read of one directory; each costs a look at every lookup that is not answered at once."""
 OWNER_BYTES_MAX = 1024
-_NAME = re.compile(r"[0-9a-f]{32}")
+_NAME = shared_names.MEMBER
 
 
 class FolderLost(OSError):
