@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from kvtide import s3_address, tier_entries
+from kvtide import mooncake_address, s3_address, tier_entries
 from kvtide.redis_address import parse_address
 from kvtide.tier_entries import Option, TierEntry
 from kvtide.units import MiB, parse_bytes
@@ -18,6 +18,7 @@ BYTES_MIN = 64 * MiB  # a few chunks of a small model
 
 PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """Without what separates the parts of a key, or makes a server look at a part alone."""
+METADATA = re.compile(r"[a-z0-9+]+://[^\s]+")
 DISK_SYNC = ("none", "sealed", "each")
 
 
@@ -42,6 +43,20 @@ def parse_prefix(raw: object) -> str:
     """What keys of a server begin with."""
     if not isinstance(raw, str) or not PREFIX.fullmatch(raw):
         raise ValueError("not such a word")
+    return raw
+
+
+def parse_metadata(raw: object) -> str:
+    """What a store's clients are told of its metadata."""
+    if raw == "P2PHANDSHAKE" or (isinstance(raw, str) and METADATA.fullmatch(raw)):
+        return str(raw)
+    raise ValueError("neither P2PHANDSHAKE nor a URL")
+
+
+def parse_port(raw: object) -> int:
+    """A port, as a number."""
+    if not isinstance(raw, int) or isinstance(raw, bool) or not 0 < raw < 65536:
+        raise ValueError("not a port")
     return raw
 
 
@@ -202,11 +217,51 @@ S3 = (
     ),
 )
 
+MOONCAKE = (
+    Option(
+        "url",
+        parse=mooncake_address.parse_address,
+        accepts="`mooncake://host:port`",
+        doc="The master of a store. How much there is to use is what its owners give.",
+        show=str,
+    ),
+    Option(
+        "prefix",
+        parse=parse_prefix,
+        accepts="letters, digits, `_`, `.`, `-`",
+        doc="What all keys begin with. Nodes of one prefix share records.",
+        default="kvtide",
+    ),
+    Option(
+        "metadata",
+        parse=parse_metadata,
+        accepts="`P2PHANDSHAKE`, or a URL",
+        doc="As the store's owners are told: its server of metadata, or that there is none.",
+        default="P2PHANDSHAKE",
+    ),
+    Option(
+        "protocol",
+        parse=one_of("tcp", "rdma"),
+        accepts="`tcp` or `rdma`",
+        doc="How bytes travel, as the store's owners are told.",
+        default="tcp",
+    ),
+    Option(
+        "metrics_port",
+        parse=parse_port,
+        accepts="a port",
+        doc="Where the master answers by HTTP how much there is; without an answer, status does"
+        " not know it, and nothing else is lost.",
+        default=9003,
+    ),
+)
+
 BUILT_IN: dict[str, tuple[Option, ...]] = {
     "disk": DISK,
     "shared_dir": SHARED_DIR,
     "redis": REDIS,
     "s3": S3,
+    "mooncake": MOONCAKE,
 }
 """Types of ours, in the order of docs/configuration.md, and what each may be told."""
 

@@ -39,10 +39,7 @@ class Proxy:
         self._refuses = False
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._accept, name="proxy", daemon=True)
-        self._thread.start()
+        self._listen(0)
 
     # ---- faults
 
@@ -65,6 +62,18 @@ class Proxy:
         finally:
             self._refuses = False
 
+    @contextmanager
+    def absent(self) -> Iterator[None]:
+        """Within it every connection ends, and nobody listens."""
+        self._listener.shutdown(socket.SHUT_RDWR)  # or `accept` would go on
+        self._thread.join()
+        self._listener.close()
+        self.cut()
+        try:
+            yield
+        finally:
+            self._listen(self.port)
+
     def cut(self) -> None:
         """End all connections."""
         with self._lock:
@@ -80,6 +89,12 @@ class Proxy:
         self._refuses = True
         self._listener.close()
         self.cut()
+
+    def _listen(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, name="proxy", daemon=True)
+        self._thread.start()
 
     def _accept(self) -> None:
         while True:

@@ -7,7 +7,7 @@ import pytest
 
 from kvtide.core.records import Record
 from kvtide.testing.tier_drive import DrivenTier, Job
-from kvtide.testing.tier_place import CAP_BYTES, TierPlace
+from kvtide.testing.tier_place import TierPlace
 from kvtide.testing.tier_records import (
     BLOCKS_PER_CHUNK,
     chain_of,
@@ -51,14 +51,14 @@ class LimitTests(TierPlace):
     def test_the_cap_holds_at_all_times_and_what_is_new_finds_room(self) -> None:
         """Ten times the cap is written; the driver looks at the numbers with every poll."""
         tier = self.start()
-        count = 10 * CAP_BYTES // LARGE.chunk_bytes
+        count = 10 * self.cap_bytes // LARGE.chunk_bytes
         for record in chunks(count):
             assert tier.store([record]) == [StoreOutcome.STORED]
-            assert self.bytes_taken(tier.tier) <= CAP_BYTES
+            assert self.bytes_taken(tier.tier) <= self.cap_bytes
             assert tier.is_there(record)
         numbers = tier.tier.statistics()
         assert numbers.evicted + numbers.records == count, numbers
-        assert numbers.records >= CAP_BYTES // LARGE.chunk_bytes // 2, "room is made use of"
+        assert numbers.records >= self.cap_bytes // LARGE.chunk_bytes // 2, "room is made use of"
         held = [record for record in chunks(count) if tier.is_there(record)]
         assert len(held) == numbers.records
         assert {tier.load(record) for record in held} == {LoadOutcome.LOADED}
@@ -82,7 +82,7 @@ class LimitTests(TierPlace):
     def test_a_chain_longer_than_the_cap_keeps_its_beginning(self) -> None:
         """Its end finds no room, or nothing to hang on; the next chain takes room from it."""
         tier = self.start()
-        count = 2 * CAP_BYTES // LARGE.chunk_bytes
+        count = 2 * self.cap_bytes // LARGE.chunk_bytes
         chain = chain_of(ROOT, LARGE, text(1, count * BLOCKS_PER_CHUNK))
         outcomes = tier.store(chain)
         kept = outcomes.count(StoreOutcome.STORED)
@@ -97,7 +97,7 @@ class LimitTests(TierPlace):
     def test_room_comes_back_from_what_is_cleared_or_superseded(self) -> None:
         """Three rounds, each of which writes more than the cap and keeps less."""
         tier = self.start()
-        count = CAP_BYTES // LARGE.chunk_bytes * 3 // 4
+        count = self.cap_bytes // LARGE.chunk_bytes * 3 // 4
         for number in range(3 * count):
             for blocks in range(1, BLOCKS_PER_CHUNK + 1):
                 tail = chain_of(ROOT, LARGE, text(number, blocks))
@@ -110,7 +110,7 @@ class LimitTests(TierPlace):
     def test_what_is_used_stays(self) -> None:
         """One chunk is loaded again and again while the cap is filled four times over."""
         tier = self.start()
-        used, *others = chunks(4 * CAP_BYTES // LARGE.chunk_bytes)
+        used, *others = chunks(4 * self.cap_bytes // LARGE.chunk_bytes)
         tier.keep([used])
         for record in others:
             tier.pass_time(100)
@@ -179,7 +179,7 @@ class LimitTests(TierPlace):
             tier.load(record)
         numbers = tier.tier.statistics()
         assert numbers.state == "on"
-        assert numbers.bytes_max == CAP_BYTES
+        assert numbers.bytes_max == self.cap_bytes
         assert numbers.records == 3
         assert {name: n for name, n in numbers.stored.items() if n} == {
             "stored": 3,

@@ -25,6 +25,8 @@ class TierPlace:
 
     tier_type: ClassVar[type[Tier]]
     """What `make_tier` makes."""
+    cap_bytes: ClassVar[int] = CAP_BYTES
+    """The cap that tests give where they say nothing else: no less than the tier can have."""
     queue_bytes_max: ClassVar[int] = 8 * MiB
     """Of stores that may wait in the tier which `make_tier` gives; it hands this on."""
     put_ms_max: ClassVar[int] = T_PUT_MS
@@ -94,8 +96,9 @@ class TierPlace:
                 stack.callback(tier.check_quiet)
                 stack.callback(tier.close, self.wait_s)
 
-    def start(self, bytes_max: int = CAP_BYTES) -> DrivenTier:
+    def start(self, bytes_max: int | None = None) -> DrivenTier:
         """A tier, empty."""
+        bytes_max = self.cap_bytes if bytes_max is None else bytes_max
         return self._driven(self.make_tier(self._tmp_path, bytes_max=bytes_max))
 
     def restart(self, driven: DrivenTier) -> DrivenTier:

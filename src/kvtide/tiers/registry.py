@@ -45,6 +45,7 @@ BUILT_IN = {
     "shared_dir": "kvtide.tiers.shared_dir.opening:TYPE",
     "redis": "kvtide.tiers.redis.opening:TYPE",
     "s3": "kvtide.tiers.s3.opening:TYPE",
+    "mooncake": "kvtide.tiers.mooncake.opening:TYPE",
 }
 """References of ours; their options stand in `kvtide.tier_values`, where settings are read."""
 

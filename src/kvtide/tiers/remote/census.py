@@ -30,6 +30,8 @@ class Census:
         self._other_count = 0
         self._bytes_used = 0
         self._evicted = 0
+        self.bytes_max: int | None = None
+        """The cap, where the place itself has one and has said it."""
 
     def said(self, bytes_used: int, removed: Iterable[bytes]) -> None:
         """An answer: all bytes there are, and the kind of each record that went with the call."""
@@ -43,6 +45,20 @@ class Census:
                     kind.records -= 1
                     if kind.records <= 0:
                         del self._kinds[name]
+
+    def has(self, bytes_used: int, bytes_max: int) -> None:
+        """All bytes there are, and how many there may be: the place's own numbers."""
+        with self._lock:
+            self._bytes_used, self.bytes_max = bytes_used, bytes_max
+
+    def gave(self, length_bytes: int) -> None:
+        """So many more bytes are there."""
+        with self._lock:
+            self._bytes_used += length_bytes
+
+    def took(self, name: bytes, length_bytes: int) -> None:
+        """One record of this kind is gone, of so many bytes."""
+        self.said(max(0, self._bytes_used - length_bytes), [name])
 
     def evicted_more(self, count: int) -> None:
         """So many records went for room."""

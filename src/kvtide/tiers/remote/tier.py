@@ -94,7 +94,7 @@ class RemoteTier:
     ) -> None:
         """Begin; nothing waits for the place, which is asked whether it is there."""
         self.name = name
-        self.bytes_max = bytes_max
+        self._bytes_max = bytes_max
         self._wake = wake
         self._queue_bytes_max = queue_bytes_max
         self._census = Census()
@@ -121,6 +121,12 @@ class RemoteTier:
         self._is_closed = False
         self._workers.start()
         self._workers.probe()
+
+    @property
+    def bytes_max(self) -> int:
+        """The cap: the place's own, once it has said one."""
+        said = self._census.bytes_max
+        return self._bytes_max if said is None else said
 
     # ---- jobs
 

@@ -1,0 +1,31 @@
+"""Where a Mooncake Store is, as one URL says it."""
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+MASTER_PORT = 50051
+"""Where a master listens that is told nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Of a master."""
+
+    host: str
+    port: int = MASTER_PORT
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"mooncake://{host}:{self.port}"
+
+
+def parse_address(raw: object) -> Address:
+    """`mooncake://host:port`."""
+    if not isinstance(raw, str):
+        raise ValueError("not a URL")  # noqa: TRY004 - as of all parsers
+    parts = urlsplit(raw)
+    port = parts.port  # says itself what is wrong with it
+    is_all = not (parts.path.strip("/") or parts.query or parts.fragment or parts.username)
+    if parts.scheme != "mooncake" or not parts.hostname or not is_all:
+        raise ValueError("not mooncake://host:port")
+    return Address(parts.hostname, MASTER_PORT if port is None else port)

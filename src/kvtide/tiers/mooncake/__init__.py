@@ -1,0 +1,1 @@
+"""Records in a Mooncake Store, by its own client, which runs in processes beside the node."""
