@@ -12,6 +12,7 @@ state here belongs to the scheduler's thread. A step costs nothing for requests 
 to load or store: one dictionary lookup and two comparisons.
 """
 
+import contextlib
 import logging
 import secrets
 import time
@@ -487,6 +488,7 @@ class SchedulerSide:
 
     def close(self, timeout_s: float) -> None:
         """End in bounded time."""
-        self._count()
-        self._adapters.close(timeout_s / 4)
-        self._link.close(timeout_s)
+        with contextlib.ExitStack() as parts:  # each, whatever becomes of those before it
+            parts.callback(self._link.close, timeout_s)
+            parts.callback(self._adapters.close, timeout_s / 4)
+            parts.callback(self._count)

@@ -14,6 +14,7 @@ Ownership
     grants to return      either thread, under `_arrived`
 """
 
+import contextlib
 import logging
 import os
 import secrets
@@ -125,14 +126,17 @@ class EngineSession:
     # ---- the scheduler's thread
 
     def start(self) -> None:
-        """Begin to look for a node, and to read the weights."""
+        """Begin to look for a node, and to read the weights; where that fails, neither goes on."""
         if self._identity.off is not None:
             self._turn_off(self._identity.off)
-        for weights in self._identity.weights:
-            weights.start()
-        for weights in self._identity.weights:
-            weights.wait(KNOWN_S_MAX)
-        self._link.start()
+        with contextlib.ExitStack() as failed:
+            failed.callback(self.close, 0.0)
+            for weights in self._identity.weights:
+                weights.start()
+            for weights in self._identity.weights:
+                weights.wait(KNOWN_S_MAX)
+            self._link.start()
+            failed.pop_all()
 
     @property
     def is_usable(self) -> bool:
@@ -212,10 +216,11 @@ class EngineSession:
     def close(self, timeout_s: float) -> None:
         """End in bounded time."""
         until_s = time.monotonic() + timeout_s * 3 / 4  # the rest is for adapters
-        self._send_counts()
-        self._link.close(timeout_s / 2)
-        for weights in self._identity.weights:
-            weights.close(max(0.0, until_s - time.monotonic()))
+        with contextlib.ExitStack() as parts:  # each, whatever becomes of those before it
+            for weights in self._identity.weights:
+                parts.callback(lambda one=weights: one.close(max(0.0, until_s - time.monotonic())))
+            parts.callback(self._link.close, timeout_s / 2)
+            parts.callback(self._send_counts)
 
     # ---- the link's thread
 
