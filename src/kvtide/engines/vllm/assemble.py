@@ -57,7 +57,7 @@ def build_scheduler(
         off=off,
     )
     session = EngineSession(identity, config, open_directory(config.runtime_dir), clock)
-    adapters = AdapterDigests(digests, process_began_ns())
+    adapters = AdapterDigests(digests, process_began_ns(), session.clear)
     if vllm_config.lora_config is not None and adapters_may_change(config.engine):
         logger.warning(
             "kvtide caches no request with an adapter: VLLM_ALLOW_RUNTIME_LORA_UPDATING lets an"

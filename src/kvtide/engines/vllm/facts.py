@@ -33,6 +33,9 @@ PLAIN_KINDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 PLAIN_DTYPES = frozenset({"float16", "bfloat16", "float32"})
 """Kinds of attention and KV that are tested: the same as `support` allows."""
 
+EQUAL_IN_ALL_RANKS = ("worker.device", "worker.isa")
+"""Facts that no parallelism makes different; the others are equal in the ranks of one shard."""
+
 _CPU_FLAGS = ("amx", "avx", "fma", "neon", "asimd", "sve", "sme", "vsx", "vxe", "rvv")
 
 
@@ -81,6 +84,31 @@ class WorkerFacts(msgspec.Struct, frozen=True):
             "worker.page_bytes": [page.page_bytes for page in self.pages],
             "worker.pages": plain(msgspec.to_builtins(self.pages), "worker.pages"),
         }
+
+
+def agreed_facts(facts: list[dict[str, Any]]) -> dict[str, FieldValue] | Off:
+    """What all workers have in common, and what each shard's pages are; Off where they differ."""
+    try:
+        workers = [msgspec.convert(fact, WorkerFacts) for fact in facts]
+    except msgspec.ValidationError as error:
+        return Off(OffReason.WORKERS_DIFFER, f"facts that cannot be read: {error}")
+    refused = refused_pages(workers)
+    if refused is not None:
+        return refused
+    shards: dict[int, dict[str, FieldValue]] = {}
+    for worker in workers:
+        fields = worker.fields()
+        of_shard = shards.setdefault(worker.shard_index, fields)
+        for name, value in fields.items():
+            must_equal = workers[0].fields() if name in EQUAL_IN_ALL_RANKS else of_shard
+            if value != must_equal[name]:
+                return Off(OffReason.WORKERS_DIFFER, f"{name} of rank {worker.rank}")
+    if sorted(shards) != list(range(workers[0].shard_count)):
+        return Off(OffReason.WORKERS_DIFFER, f"shards {sorted(shards)} are there")
+    return {
+        name: value if name in EQUAL_IN_ALL_RANKS else [shards[i][name] for i in sorted(shards)]
+        for name, value in shards[0].items()
+    }
 
 
 def refused_pages(workers: Sequence[WorkerFacts]) -> Off | None:

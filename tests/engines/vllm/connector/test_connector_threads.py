@@ -1,4 +1,4 @@
-"""Where the system grants no thread: less caching, nothing left behind, and an engine that runs."""
+"""Where the system grants no thread: less caching, nothing left behind, an engine that runs."""
 
 import threading
 from collections.abc import Callable
