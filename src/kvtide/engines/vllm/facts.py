@@ -15,6 +15,7 @@ Rejected: the order of the mapping given to us. Layers are taken in the order of
 config, which the scheduler role and every engine of the same config agree on.
 """
 
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,6 +36,18 @@ PLAIN_DTYPES = frozenset({"float16", "bfloat16", "float32"})
 
 EQUAL_IN_ALL_RANKS = ("worker.device", "worker.isa")
 """Facts that no parallelism makes different; the others are equal in the ranks of one shard."""
+
+_ONEDNN_VARIABLES = ("DEFAULT_FPMATH_MODE", "MAX_CPU_ISA", "CPU_ISA_HINTS")
+KERNEL_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    *(f"{prefix}_{name}" for prefix in ("ONEDNN", "DNNL") for name in _ONEDNN_VARIABLES),
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Variables by which the libraries below torch and vLLM choose kernels, or compute in less than
+they are asked to: where one is set, the KV of the same model has other bytes."""
 
 _CPU_FLAGS = ("amx", "avx", "fma", "neon", "asimd", "sve", "sme", "vsx", "vxe", "rvv")
 
@@ -245,7 +258,12 @@ def _isa(name: str, module: Any) -> str:
 
 
 def _device() -> str:
-    """The processor that computes KV, by what its kernels are chosen by."""
+    """The processor that computes KV, and whatever else its kernels are chosen by."""
+    asked = [f"{name}={os.environ[name]!a}" for name in KERNEL_VARIABLES if name in os.environ]
+    return " ".join([_processor(), *asked])
+
+
+def _processor() -> str:
     if current_platform.is_cpu():
         flags = sorted(
             name

@@ -228,7 +228,7 @@ class EngineSession:
         until_s = time.monotonic() + timeout_s * 3 / 4  # the rest is for adapters
         with contextlib.ExitStack() as parts:  # each, whatever becomes of those before it
             for weights in self._identity.weights:
-                parts.callback(lambda one=weights: one.close(max(0.0, until_s - time.monotonic())))
+                parts.callback(_close_by, weights, until_s)
             parts.callback(self._link.close, timeout_s / 2)
             parts.callback(self._send_counts)
 
@@ -465,6 +465,10 @@ class EngineSession:
         if line != self._line:
             self._line = line
             logger.info("%s", line)
+
+
+def _close_by(weights: WeightsDigest, until_s: float) -> None:
+    weights.close(max(0.0, until_s - time.monotonic()))
 
 
 def _off_of(reason: str, detail: str) -> Off:
