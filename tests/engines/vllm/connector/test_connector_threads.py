@@ -65,6 +65,8 @@ def test_an_engine_whose_adapters_get_no_thread_ends_in_order(
     refuse("kvtide-adapters")
     engine = toys.start(OPTIONS)
     assert scheduler_of(engine)._adapters.digest("/somewhere") is None
+    name = engine.config.kv_transfer_config.engine_id[:8]
+    assert name in str(toys.node.status()["engines"])
     engine.close()
     toys.engines.remove(engine)
-    until("the node knows nothing of it", lambda: not toys.node.status()["engines"])
+    until("the node knows nothing of it", lambda: name not in str(toys.node.status()["engines"]))
