@@ -67,6 +67,7 @@ def worker_role(places: Places, memory: Memories) -> Iterator[WorkerSide]:
     )
     mover = HostMover(memory.pages(), PAGES.block_count)
     worker = WorkerSide(ENGINE_ID, places, facts, True, mover)
+    worker.start()
     try:
         yield worker
     finally:

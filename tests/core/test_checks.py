@@ -120,6 +120,7 @@ FIRST = {
     "a load before hello": lambda engine: m.LoadBegin(1),
     "the end of a load before hello": lambda engine: m.LoadEnd(1, 1),
     "a return before hello": lambda engine: m.GrantReturn([1]),
+    "a clear before hello": lambda engine: m.Clear(bytes(32), b""),
     "counts before hello": lambda engine: m.Counts({}),
     "a region before hello": lambda engine: m.RegionOpen(100),
     "a failed region before hello": lambda engine: m.RegionFailed(100, ""),
@@ -159,6 +160,8 @@ SCHEDULERS = {
     "no root": root(root=b""),
     "a long epoch": root(epoch=bytes(65)),
     "a long salt digest": root(salt_digest=bytes(65)),
+    "a clear of no fingerprint": lambda engine: m.Clear(b"", b""),
+    "a clear of a long salt digest": lambda engine: m.Clear(bytes(32), bytes(65)),
     "a root with another epoch": lambda engine: m.RegisterRoot(engine.root, b"other", b""),
     "a root with another salt": lambda engine: m.RegisterRoot(engine.root, b"", b"other"),
     "a root that is a chunk": lambda engine: m.RegisterRoot(

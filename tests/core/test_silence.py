@@ -9,6 +9,7 @@ from kvtide.core import messages as m
 from kvtide.core.effects import Close
 from kvtide.core.estimate import SAMPLES_MIN
 from kvtide.core.instances import GRANT_STEPS_MAX, GRANT_STEPS_MS_MAX
+from kvtide.core.keys import salt_digest
 from kvtide.core.lending import PUT_MS_MAX, QUEUE_RATIO_MAX
 from kvtide.core.reasons import DropReason, OffReason
 from tests.core.fake_tier import FakeTier
@@ -143,3 +144,30 @@ def test_what_an_engine_stored_whose_weights_were_others_is_cleared(world: World
     assert again.blocks_held(prompt(1)) == 0
     assert again.blocks_held(prompt(3)) == 0
     assert other.blocks_held(prompt(1)) == CHUNK_BLOCKS
+
+
+def test_what_an_engine_takes_back_is_cleared(world: World) -> None:
+    """In memory and in tiers, of its fingerprint and that salt; the engine goes on."""
+    tier = FakeTier()
+    world = World(tiers=[tier])
+    engine, other = Engine(world, "engine").start(), Engine(world, "other", model="b").start()
+    salted = engine.root_of("salt")
+    engine.register(salted, "salt")
+    theirs = other.root_of("salt")
+    other.register(theirs, "salt")
+    engine.store(prompt(1))
+    engine.store(prompt(2), salted)
+    other.store(prompt(2), theirs)
+    grants = engine.offer(prompt(3), root=salted).grants
+    engine.say(m.Clear(engine.fingerprint, salt_digest("salt")))
+    engine.stored(grants)
+    for number in (2, 3):
+        assert engine.blocks_held(prompt(number), salted) == 0
+    assert engine.blocks_held(prompt(1)) == CHUNK_BLOCKS
+    assert other.blocks_held(prompt(2), theirs) == CHUNK_BLOCKS
+    of_salt = {
+        record.root.fingerprint
+        for record in tier.records.values()
+        if record.root.salt_digest == salt_digest("salt")
+    }
+    assert of_salt == {other.fingerprint}

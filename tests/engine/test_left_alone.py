@@ -40,6 +40,22 @@ HYBRID = {
     "torch_dtype": "bfloat16",
 }
 """Two layers that see all, two that see 64 tokens: two KV cache groups."""
+ENCODER = {
+    "model_type": "bert",
+    "architectures": ["BertModel"],
+    "num_hidden_layers": 2,
+    "vocab_size": 49152,
+    "type_vocab_size": 2,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 512,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 2,
+    "torch_dtype": "float32",
+}
+"""Layers that see what comes, too: no KV cache, and no group."""
 
 
 def copy_without(source: Path, target: Path, *names: str) -> Path:
@@ -73,6 +89,22 @@ def test_a_hybrid_model_is_served_as_without_kvtide(
     said = [line for line in engine.log_lines() if "kvtide off" in line]
     assert len(said) == 1
     assert "groups (the model has 2 KV cache groups, not one)" in said[0]
+    assert not node.is_there()
+
+
+def test_an_encoder_is_served_as_without_kvtide(node: Node, logs: Path, tmp_path: Path) -> None:
+    """vLLM calls every hook, with the blocks of no group."""
+    model = copy_without(SMOLLM2, tmp_path / "encoder", "*.safetensors", "config.json")
+    (model / "config.json").write_text(json.dumps(ENCODER))
+    arguments = ("--load-format", "dummy", "--runner", "pooling", "--max-model-len", "512")
+    with engine_on(node, logs, "encoder", *arguments, model=model) as engine:
+        tokens = prompt("encoder", BLOCK + 9)
+        embedding = engine.embed(tokens)
+        assert len(embedding) == ENCODER["hidden_size"]
+        assert engine.embed(tokens) == embedding
+    said = [line for line in engine.log_lines() if "kvtide off" in line]
+    assert len(said) == 1
+    assert "groups (the model has 0 KV cache groups, not one)" in said[0]
     assert not node.is_there()
 
 

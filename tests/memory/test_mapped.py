@@ -55,6 +55,7 @@ class Said:
 @pytest.fixture
 def said(descriptors: list[int]) -> Iterator[Said]:
     one = Said(descriptors)
+    one.regions.start()
     yield one
     one.regions.close(WAIT_S_MAX)
 
@@ -159,6 +160,7 @@ def test_populating_does_not_share_the_processor_of_the_thread_that_computes(
         regions = MappedRegions(
             lambda _: used.put(os.sched_getaffinity(0)), lambda *_: None, lambda _: None
         )
+        regions.start()
         regions.offer(1, CELL_COUNT, CELL_BYTES, descriptors)
         assert used.get(timeout=WAIT_S_MAX) == os.sched_getaffinity(os.getpid())
         used.put(set())
@@ -168,6 +170,33 @@ def test_populating_does_not_share_the_processor_of_the_thread_that_computes(
     thread.start()
     thread.join()
     assert used.get(timeout=WAIT_S_MAX) == set(), "kvtide-map populates on the bound core alone"
+
+
+def test_a_region_whose_copy_outlives_the_closing_is_unmapped_when_that_ends(said: Said) -> None:
+    """The process may live on: a worker that turned itself off, a notebook without its engine."""
+    said.offer(1)
+    assert said.next() == ("open", 1)
+    with said.regions.using({1}) as first, said.regions.using({1}):
+        region = first[1]
+        said.regions.close(WAIT_S_MAX)
+        assert not said.regions._thread.is_alive()
+        region.cells[0] = 1
+    assert said.regions.wait_empty(0)
+    assert said.next() == ("left", 1)
+    with pytest.raises(ValueError, match="released"):
+        region.cells[0]
+
+
+def test_a_region_offered_after_the_closing_is_not_mapped(said: Said) -> None:
+    said.regions.close(WAIT_S_MAX)
+    said.offer(1)
+    assert said.next() == ("failed", 1)
+    assert said.regions.wait_empty(0)
+
+
+def test_regions_that_never_began_are_closed(descriptors: list[int]) -> None:
+    """There was no thread to be had."""
+    Said(descriptors).regions.close(WAIT_S_MAX)
 
 
 def test_a_fault_while_one_region_is_populated_costs_that_one(

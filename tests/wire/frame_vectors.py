@@ -38,6 +38,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.StoreAnswer(11, ["", "held", "no_memory"], [12], [m.Run(1, 2, 3, 4)], [5]),
     m.Stopping(True),
     m.CommandAnswer({"entries": 3}, ""),
+    m.Clear(KEY, DIGEST),
 )
 
 GOLDEN = {
@@ -129,4 +130,9 @@ GOLDEN = {
     ),
     "Stopping": "0f0000001d0081aa6f6e5f707572706f7365c3",
     "CommandAnswer": "1b0000001e0082a676616c75657381a7656e747269657303a56572726f72a0",
+    "Clear": (
+        "4f0000001f0082ab66696e6765727072696e74c420000102030405060708090a0b0c0d0e0f101112"
+        "131415161718191a1b1c1d1e1fab73616c745f646967657374c410000102030405060708090a0b0c"
+        "0d0e0f"
+    ),
 }

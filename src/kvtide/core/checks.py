@@ -123,6 +123,16 @@ def _check_cells(cell_bytes: list[int]) -> None:
             )
 
 
+def check_clear(message: m.Clear) -> None:
+    """Judge what an engine takes back."""
+    if len(message.fingerprint) != KEY_BYTES:
+        raise WireError(f"a fingerprint of {len(message.fingerprint)} bytes; it has {KEY_BYTES}")
+    if len(message.salt_digest) > RANDOM_BYTES_MAX:
+        raise WireError(
+            f"a salt of {len(message.salt_digest)} bytes; at most {RANDOM_BYTES_MAX} are taken"
+        )
+
+
 def check_root(message: m.RegisterRoot) -> None:
     """Judge a root key."""
     if len(message.root) != KEY_BYTES:

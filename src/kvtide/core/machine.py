@@ -76,6 +76,7 @@ class Machine:
             m.LoadEnd: self._load_end,
             m.StoreOffer: self._store_offer,
             m.GrantReturn: self._grant_return,
+            m.Clear: presence.clear,
             m.Counts: self._counts,
             m.RegionOpen: self._region_open,
             m.RegionFailed: self._region_failed,

@@ -145,6 +145,15 @@ class GrantReturn:
 
 
 @dataclass(frozen=True, slots=True)
+class Clear:
+    """What was stored under this fingerprint and salt may not be what it is called: no entry of
+    them shall be found any more, in no tier. (The salt's digest; empty: requests without one.)"""
+
+    fingerprint: bytes
+    salt_digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Counts:
     """Increments of the engine's counters since the last such message."""
 
@@ -373,4 +382,5 @@ Message: TypeAlias = (
     | StoreAnswer
     | Stopping
     | CommandAnswer
+    | Clear
 )

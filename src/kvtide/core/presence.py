@@ -196,6 +196,12 @@ class Presence:
         instance.off = Off(reason, detail)
         self._parts.count(f"off.{reason}", 1)
 
+    def clear(self, connection: int, message: m.Clear) -> None:
+        """An engine takes back what it may have stored under a wrong name."""
+        self.instance(connection)
+        checks.check_clear(message)
+        self._parts.clear(message.salt_digest, message.fingerprint)
+
     def register_root(self, connection: int, message: m.RegisterRoot) -> None:
         """An engine may name this root from now on. Raises WireError where it means another."""
         instance = self.instance(connection)

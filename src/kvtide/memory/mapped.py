@@ -4,13 +4,14 @@
                                                               ▲  users > 0: not unmapped yet
 
 A region is unmapped only when no copy is in it; whoever copies holds a use. So the node may ask
-for a region back at any time, and nobody waits for anybody.
+for a region back at any time, and nobody waits for anybody. Once all this is closed, whoever ends
+the last copy in a region unmaps it.
 
 Each mapping keeps two descriptors, and a process may have few: the engine's own come first, so a
 region is refused where it would take of the last of them.
 
-Ownership: all state under `_lock`; populating and unmapping happen on the `kvtide-map` thread,
-with the lock free.
+Ownership: all state under `_lock`; populating and unmapping happen on the `kvtide-map` thread
+(what a copy holds when that ends: on the copy's), with the lock free.
 """
 
 import os
@@ -38,6 +39,7 @@ class _Mapping:
         self.users = 0
         self.is_open = False
         self.is_leaving = False
+        self.is_going = False
         self.stop = threading.Event()
 
 
@@ -59,7 +61,11 @@ class MappedRegions:
         self._mappings: dict[int, _Mapping] = {}
         self._named: dict[int, bool] = {}  # what a hello named: whether it was open
         self._work: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kvtide-map", daemon=True)
+
+    def start(self) -> None:
+        """Begin to map what is offered."""
         self._thread.start()
 
     def offer(self, number: int, cell_count: int, cell_bytes: int, descriptors: list[int]) -> None:
@@ -86,8 +92,14 @@ class MappedRegions:
             return
         with self._lock:
             assert number not in self._mappings, f"region {number} is offered on two threads"
-            self._mappings[number] = _Mapping(region)
-        self._work.put(number)
+            is_closed = self._is_closed
+            if not is_closed:
+                self._mappings[number] = _Mapping(region)
+        if is_closed:
+            region.close()
+            self._on_failed(number, "the engine ends")
+        else:
+            self._work.put(number)
 
     def leave(self, number: int) -> None:
         """Unmap a region as soon as no copy is in it; one that is not there has left already."""
@@ -150,16 +162,25 @@ class MappedRegions:
             yield {number: mapping.region for number, mapping in held.items()}
         finally:
             with self._lock:
-                for number, mapping in held.items():
+                is_closed = self._is_closed
+                for mapping in held.values():
                     mapping.users -= 1
-                    if mapping.is_leaving and not mapping.users:
-                        self._work.put(number)
+                leaving = {n: one for n, one in held.items() if one.is_leaving and not one.users}
+            for number, mapping in leaving.items():
+                if is_closed:  # the thread may have ended
+                    self._unmap(number, mapping)
+                else:
+                    self._work.put(number)
 
     def close(self, timeout_s: float) -> None:
-        """Unmap everything and end the thread, in bounded time; a copy that runs keeps its map."""
+        """Unmap everything and end the thread, in bounded time; a copy that runs keeps its map
+        until it has ended."""
+        with self._lock:
+            self._is_closed = True
         self.leave_all()
         self._work.put(None)
-        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         leave_binding()
@@ -189,8 +210,9 @@ class MappedRegions:
 
     def _unmap(self, number: int, mapping: _Mapping, failure: str = "") -> None:
         with self._lock:
-            if mapping.users or self._mappings.get(number) is not mapping:
+            if mapping.users or mapping.is_going:
                 return
+            mapping.is_going = True
         with suppress(BufferError):  # a view that outlives its copy: the memory goes with it
             mapping.region.close()
         with self._lock:

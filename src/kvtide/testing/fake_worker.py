@@ -62,6 +62,7 @@ class FakeWorker:
 
     def start(self) -> None:
         """Look for the node."""
+        self.regions.start()
         self.link.start()
 
     def close(self) -> None:

@@ -249,6 +249,12 @@ class ServedEngine(LeashedProgram):
         with Stream(self.address, "/v1/chat/completions", body) as stream:
             return stream.finish()
 
+    def embed(self, prompt: Sequence[int]) -> list[float]:
+        """The embedding of token ids, by a model that makes such."""
+        answer = json.loads(self._ask("POST", "/v1/embeddings", {"input": list(prompt)}))
+        embedding: list[float] = answer["data"][0]["embedding"]
+        return embedding
+
     def tokenize(self, text: str) -> list[int]:
         """A text as the engine's tokens, without special ones."""
         answer = self._ask("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})

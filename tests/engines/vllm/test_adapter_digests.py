@@ -1,6 +1,7 @@
 """Digests of adapters: by content, in the background, and never again once files change."""
 
 import hashlib
+import os
 import shutil
 import threading
 import time
@@ -16,6 +17,14 @@ from tests.engines.vllm.checkpoints import WAIT_S, HeldReads, a_moment_after
 
 ANY_AGE_NS = 1 << 62
 """Files may be as young as they like."""
+SALT = b"s" * 32
+
+
+class Cleared(list[set[bytes]]):
+    """What was to be cleared."""
+
+    def __call__(self, salts: set[bytes]) -> None:
+        self.append(salts)
 
 
 @pytest.fixture
@@ -29,9 +38,34 @@ def adapter(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def adapters(digests: FileDigests) -> Iterator[AdapterDigests]:
-    adapters = AdapterDigests(digests, ANY_AGE_NS)
+    adapters = AdapterDigests(digests, ANY_AGE_NS, Cleared())
     yield adapters
     adapters.close()
+
+
+class Hanging:
+    """A file system whose calls do not come back until they are let go; and the time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.threads: set[str] = set()
+        self.go = threading.Event()
+        self.go.set()
+        real = FileIdentity.of
+
+        def of(path: Path) -> FileIdentity:
+            self.threads.add(threading.current_thread().name)
+            assert self.go.wait(WAIT_S)
+            return real(path)
+
+        monkeypatch.setattr(FileIdentity, "of", of)
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
+    found = Hanging(monkeypatch)
+    yield found
+    found.go.set()
 
 
 def adapter_digest(adapters: AdapterDigests, path: Path) -> bytes:
@@ -45,7 +79,7 @@ def adapter_digest(adapters: AdapterDigests, path: Path) -> bytes:
 def test_an_adapter_is_unknown_until_it_was_read_in_the_background(
     adapter: Path, held: HeldReads
 ) -> None:
-    adapters = AdapterDigests(held, ANY_AGE_NS)
+    adapters = AdapterDigests(held, ANY_AGE_NS, Cleared())
     assert adapters.digest(str(adapter)) is None
     assert held.began.wait(WAIT_S)
     assert adapters.digest(str(adapter)) is None
@@ -116,7 +150,9 @@ def test_an_adapter_written_after_the_engines_start_is_never_known(
 ) -> None:
     """The engine may hold older bytes; but a blob that holds what its name says was fetched."""
     snapshot = a_snapshot_of(adapter, tmp_path / "hub")
-    adapters = AdapterDigests(digests, min(p.stat().st_ctime_ns for p in adapter.iterdir()) - 1)
+    adapters = AdapterDigests(
+        digests, min(p.stat().st_ctime_ns for p in adapter.iterdir()) - 1, Cleared()
+    )
     distrusted(adapters, adapter)
     assert len(adapter_digest(adapters, snapshot)) == 32
     adapters.close()
@@ -134,7 +170,7 @@ def test_a_blob_written_through_its_link_after_the_engines_start_is_never_known(
         pass
     with (snapshot / name).open("r+b") as file:
         file.write(b" ")
-    adapters = AdapterDigests(digests, began_ns)
+    adapters = AdapterDigests(digests, began_ns, Cleared())
     distrusted(adapters, snapshot)
     adapters.close()
 
@@ -146,7 +182,7 @@ def test_another_adapter_behind_the_same_link_is_never_known(
     began_ns = a_moment_after(adapter)
     (tmp_path / "current").symlink_to(adapter)
     (tmp_path / "through").symlink_to("current")
-    adapters = AdapterDigests(digests, began_ns)
+    adapters = AdapterDigests(digests, began_ns, Cleared())
     distrusted(adapters, tmp_path / "current")
     distrusted(adapters, tmp_path / "through")
     assert len(adapter_digest(adapters, adapter)) == 32
@@ -161,7 +197,7 @@ def test_another_adapter_renamed_to_the_same_path_is_never_known(
     began_ns = a_moment_after(adapter, other)
     adapter.rename(tmp_path / "old")
     other.rename(adapter)
-    adapters = AdapterDigests(digests, began_ns)
+    adapters = AdapterDigests(digests, began_ns, Cleared())
     distrusted(adapters, adapter)
     adapters.close()
 
@@ -169,13 +205,107 @@ def test_another_adapter_renamed_to_the_same_path_is_never_known(
 def test_an_adapter_in_use_is_unchanged_until_a_look_finds_it_changed(
     adapter: Path, adapters: AdapterDigests
 ) -> None:
-    assert not adapters.is_unchanged(str(adapter)), "nobody has named it"
+    assert not adapters.is_unchanged(str(adapter), SALT), "nobody has named it"
     adapter_digest(adapters, adapter)
-    assert adapters.is_unchanged(str(adapter))
+    assert adapters.is_unchanged(str(adapter), SALT)
     (adapter / "adapter_config.json").write_text("{}")
     deadline_s = time.monotonic() + WAIT_S
-    while adapters.is_unchanged(str(adapter)):
+    while adapters.is_unchanged(str(adapter), SALT):
         assert time.monotonic() < deadline_s
+
+
+def replace(adapter: Path, content: bytes) -> None:
+    """Put another file of weights in the place of the one that is there, atomically."""
+    other = adapter.parent / "other"
+    other.write_bytes(content)
+    other.replace(adapter / "adapter_model.safetensors")
+
+
+def test_only_a_look_that_began_after_the_engine_was_asked_counts(
+    adapter: Path, digests: FileDigests, hanging: Hanging
+) -> None:
+    """The engine loads what lies there now, which may just have been put there."""
+    adapters = AdapterDigests(digests, ANY_AGE_NS, Cleared(), lambda: hanging.now_s)
+    digest = adapter_digest(adapters, adapter)
+    confirmed_s = adapters._adapters[str(adapter)].confirmed_s
+    hanging.now_s += CONFIRMED_S_MAX / 10
+    assert adapters.digest(str(adapter), confirmed_s) == digest
+    asked_s = hanging.now_s
+    assert adapters.digest(str(adapter), asked_s) is None
+    deadline_s = time.monotonic() + WAIT_S
+    while adapters.digest(str(adapter), asked_s) != digest:
+        assert time.monotonic() < deadline_s
+    adapters.close()
+
+
+def test_what_went_by_a_wrong_name_since_the_last_good_look_is_cleared(
+    adapter: Path, digests: FileDigests, hanging: Hanging
+) -> None:
+    """Only that: what a look has found right since stays, and it is told once."""
+    cleared = Cleared()
+    adapters = AdapterDigests(digests, ANY_AGE_NS, cleared, lambda: hanging.now_s)
+    digest, path = adapter_digest(adapters, adapter), str(adapter)
+    assert adapters.is_unchanged(path, b"before")
+    hanging.now_s += 1
+    assert adapters.digest(path, hanging.now_s) is None
+    deadline_s = time.monotonic() + WAIT_S
+    while adapters.digest(path, hanging.now_s) != digest:
+        assert time.monotonic() < deadline_s
+    hanging.go.clear()
+    assert adapters.is_unchanged(path, SALT)
+    assert not adapters.take_changed()
+    replace(adapter, b"the next step")
+    hanging.now_s += 1
+    hanging.go.set()
+    while adapters.is_unchanged(path, SALT):
+        assert time.monotonic() < deadline_s
+    adapters.close()
+    assert cleared == [{SALT}]
+    assert adapters.take_changed() == {path}
+    assert not adapters.take_changed()
+
+
+def test_the_last_uses_are_looked_at_when_the_engine_ends(
+    adapter: Path, digests: FileDigests, hanging: Hanging
+) -> None:
+    cleared = Cleared()
+    adapters = AdapterDigests(digests, ANY_AGE_NS, cleared, lambda: hanging.now_s)
+    adapter_digest(adapters, adapter)
+    assert adapters.is_unchanged(str(adapter), SALT)
+    replace(adapter, b"the next step")
+    adapters.close(WAIT_S)  # no time has passed, so no look was due
+    assert cleared == [{SALT}]
+
+
+def test_an_attribute_that_was_kept_for_a_while_does_not_hide_a_change(
+    adapter: Path, adapters: AdapterDigests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines that share files keep what is said of one for up to a minute, until it is opened;
+    and the engine opens it."""
+    weights = adapter / "adapter_model.safetensors"
+    kept, real = weights.stat(), Path.stat
+    adapter_digest(adapters, adapter)
+
+    def stat(path: Path, **arguments: bool) -> os.stat_result:
+        return kept if path == weights else real(path, **arguments)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    replace(adapter, b"low rank" * 100)
+    until_unknown(adapters, adapter)
+
+
+def test_no_thread_for_the_first_request_is_a_miss_and_no_more(
+    adapter: Path, adapters: AdapterDigests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert adapters.digest(str(adapter)) is None
+        adapters.close()
+    adapters._stop.clear()
+    assert len(adapter_digest(adapters, adapter)) == 32
 
 
 def test_an_adapter_changed_in_place_is_never_known_again(
@@ -201,39 +331,11 @@ def test_an_adapter_that_is_not_a_directory_is_unknown(
         assert time.monotonic() < deadline_s, "they stay in the table"
 
 
-# --- file systems that hang ------------------------------------------------------------------
-
-
-class Hanging:
-    """A file system whose calls do not come back until they are let go; and the time."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 0.0
-        self.threads: set[str] = set()
-        self.go = threading.Event()
-        self.go.set()
-        real = FileIdentity.of
-
-        def of(path: Path) -> FileIdentity:
-            self.threads.add(threading.current_thread().name)
-            assert self.go.wait(WAIT_S)
-            return real(path)
-
-        monkeypatch.setattr(FileIdentity, "of", of)
-
-
-@pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
-    found = Hanging(monkeypatch)
-    yield found
-    found.go.set()
-
-
 def test_a_file_system_that_hangs_costs_misses_and_no_waiting(
     adapter: Path, digests: FileDigests, hanging: Hanging
 ) -> None:
     """What was confirmed within the last second still counts; what was not, does not."""
-    adapters = AdapterDigests(digests, ANY_AGE_NS, lambda: hanging.now_s)
+    adapters = AdapterDigests(digests, ANY_AGE_NS, Cleared(), lambda: hanging.now_s)
     digest = adapter_digest(adapters, adapter)
     hanging.go.clear()
     known = adapters._adapters[str(adapter)]
@@ -251,7 +353,7 @@ def test_a_file_system_that_hangs_costs_misses_and_no_waiting(
 def test_an_adapter_that_nobody_names_for_long_is_not_looked_at(
     adapter: Path, digests: FileDigests, hanging: Hanging
 ) -> None:
-    adapters = AdapterDigests(digests, ANY_AGE_NS, lambda: hanging.now_s)
+    adapters = AdapterDigests(digests, ANY_AGE_NS, Cleared(), lambda: hanging.now_s)
     digest = adapter_digest(adapters, adapter)
     assert adapters._in_use()
     hanging.now_s += IDLE_S_MAX + 1

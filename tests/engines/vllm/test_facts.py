@@ -262,6 +262,29 @@ def test_processor_instruction_set_backend_and_strides_are_fields(config: Any) -
     assert split["worker.pages"] != before["worker.pages"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ONEDNN_DEFAULT_FPMATH_MODE", "BF16"),
+        ("DNNL_MAX_CPU_ISA", "SSE41"),
+        ("MKL_CBWR", "COMPATIBLE"),
+        ("NVIDIA_TF32_OVERRIDE", "\udcff"),
+    ],
+)
+def test_what_makes_libraries_compute_otherwise_counts(
+    config: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """Two engines of which one computes in less, by a variable that vLLM does not look at."""
+    kv = kv_cache_config(config.full)
+    monkeypatch.delenv(name, raising=False)
+    before = facts_of(views(kv), config, kv)
+    monkeypatch.setenv(name, value)
+    after = facts_of(views(kv), config, kv)
+    differ = {field for field, said in after.fields().items() if said != before.fields()[field]}
+    assert differ == {"worker.device"}
+    assert msgspec.msgpack.encode(after)
+
+
 def test_what_cannot_be_seen_is_unknown_and_named(config: Any) -> None:
     kv = kv_cache_config(config.full)
     caches = views(kv)

@@ -10,8 +10,11 @@ from kvtide import config
 from kvtide.clock import MonotonicClock
 from kvtide.core import messages as m
 from kvtide.core.reasons import Off, OffReason
+from kvtide.engines.vllm.file_digests import FileDigests
 from kvtide.engines.vllm.session import FAILED_LOADS, EngineIdentity, EngineSession
+from kvtide.engines.vllm.weights import Known, LocalWeights, WeightsDigest
 from kvtide.wire.places import Places
+from tests.engines.vllm.checkpoints import WAIT_S, HeldReads, settled
 
 WELCOME = m.Welcome(1, b"node", 1, 1)
 
@@ -144,3 +147,65 @@ def test_an_engine_whose_node_was_stopped_says_so_once(
     session._welcome, session._sent = WELCOME, bytes(32)
     session.on_message(m.Serving(), [])
     assert caplog.messages[1].startswith("kvtide on: ")
+
+
+def test_salts_are_cleared_as_soon_as_there_is_a_connection(
+    session: EngineSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong lies on disk too, and outlives the node and its connection."""
+    sent: list[m.Message] = []
+    is_connected = False
+
+    def send(message: m.Message) -> bool:
+        if is_connected:
+            sent.append(message)
+        return is_connected
+
+    monkeypatch.setattr(session._link, "send", send)
+    session._claimed = bytes(32)
+    session.clear({b"one"})
+    session.on_pulse()
+    assert not sent
+    is_connected = True
+    session.on_up(WELCOME)
+    session.on_pulse()
+    assert sent == [m.Clear(bytes(32), b"one")]
+    session.clear({b"two"})
+    assert sent[1:] == [m.Clear(bytes(32), b"two")]
+
+
+def test_a_start_that_fails_leaves_no_thread_that_reads(
+    session: EngineSession, model: Path, held: HeldReads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no thread to be had for the link."""
+    weights = WeightsDigest(LocalWeights(model), held)
+    session._identity = replace(session._identity, weights=(weights,))
+
+    def refuse() -> None:
+        assert held.began.wait(WAIT_S)
+        held.go.set()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(session._link, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        session.start()
+    assert weights._stop.is_set()
+
+
+def test_weights_are_read_by_as_many_threads_as_are_to_be_had(
+    model: Path, digests: FileDigests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = threading.Thread.start, []
+
+    def one_alone(thread: threading.Thread) -> None:
+        started.append(thread)
+        if len(started) > 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", one_alone)
+        alone = settled(WeightsDigest(LocalWeights(model), digests))
+    assert len(started) == 2
+    assert alone == settled(WeightsDigest(LocalWeights(model), digests))
+    assert isinstance(alone, Known)

@@ -1,12 +1,17 @@
 """Digests of LoRA adapters: config and weights by content, found and confirmed in the background.
 
     digest(path)  ─► not known yet: None, and a look is asked for
-                  └► known, and found unchanged within the last second ─► the digest
+                  └► known, and found unchanged within the last second, by a look that began after
+                     the engine was asked for what it loads from there ─► the digest
 
 The engine loads an adapter before any request names it to us, and may load it anew. So one whose
 files, or the way to them, have changed since the engine's start is never known: the engine may
 hold the old bytes or the new ones, and nothing tells which. Only blobs of a Hugging Face cache may
 be younger, if they hold what their names say: the engine may just have fetched them.
+
+Between the last look that found it unchanged and the first that does not, requests may have gone
+by the old name and computed with new bytes. So what they may have stored is cleared, wherever it
+is by then, with all that has their fingerprint and their salt.
 
 A file system may hang, and requests must not wait for it: everything that asks one is done by the
 thread here. An adapter in use is looked at again and again; one that nobody has named for long is
@@ -16,13 +21,14 @@ Ownership: `_adapters`, and of an adapter what `digest` reads, under `_lock`; it
 identities belong to the thread.
 """
 
+import contextlib
 import hashlib
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtide.engines.vllm.file_digests import (
@@ -59,20 +65,25 @@ class _Adapter:
     Attributes:
         path: as requests name it.
         used_s: when one did last.
+        wanted_s: a look must have begun since then for the newest request that names it.
         confirmed_s: when the last look began that found it as the first one did.
         is_distrusted: for ever: the engine may hold other bytes than there are now.
         digest: of what the first look found, once it was read.
         files: what the engine reads of it, at the first look.
         identities: of those files.
+        unproven: the salts (digests) of requests that go by its digest, with the last moment when
+            they did, as long as no later look has found it unchanged.
     """
 
     path: str
     used_s: float
+    wanted_s: float = -math.inf
     confirmed_s: float = -math.inf
     is_distrusted: bool = False
     digest: bytes | None = None
     files: tuple[Path, ...] = ()
     identities: tuple[FileIdentity, ...] = ()
+    unproven: dict[bytes, float] = field(default_factory=dict)
 
 
 class AdapterDigests:
@@ -82,67 +93,90 @@ class AdapterDigests:
         self,
         digests: FileDigests,
         unchanged_since_ns: int,
+        clear: Callable[[set[bytes]], None],
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`unchanged_since_ns`: the engine's start on the realtime clock, `process_began_ns()`."""
+        """`unchanged_since_ns`: the engine's start on the realtime clock, `process_began_ns()`.
+
+        `clear`: called on the thread here for an adapter that is not what it was, with the salts
+        (digests) under which its requests may have stored what is wrong.
+        """
         self._digests = digests
         self._unchanged_since_ns = unchanged_since_ns
         self._clock_s = clock_s
         self._lock = threading.Lock()
         self._adapters: dict[str, _Adapter] = {}
+        self._clear = clear
+        self._changed: set[str] = set()
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._looked_s = -math.inf
         self._thread: threading.Thread | None = None
 
-    def digest(self, path: str) -> bytes | None:
+    def digest(self, path: str, asked_s: float = -math.inf) -> bytes | None:
         """The digest (32 bytes) of the adapter at this path, or None: not known now, or never.
 
-        Called for each request with an adapter, on the scheduler's thread; asks no file system.
+        `asked_s`: when the engine was first asked for what it loads from there, by the clock of
+        this object. Called for each request with an adapter, on the scheduler's thread; asks no
+        file system.
         """
         now_s = self._clock_s()
         with self._lock:
             adapter = self._adapters.get(path)
             if adapter is None:
-                if len(self._adapters) < ADAPTERS_MAX and not self._stop.is_set():
-                    self._adapters[path] = _Adapter(path, now_s)
-                    self._begin()
-                return None
+                if len(self._adapters) >= ADAPTERS_MAX:
+                    return None
+                adapter = self._adapters[path] = _Adapter(path, now_s)
             adapter.used_s = now_s
+            adapter.wanted_s = max(adapter.wanted_s, asked_s)
             if adapter.is_distrusted:
                 return None
-            if now_s - adapter.confirmed_s > CONFIRMED_S_MAX:
-                self._wake.set()
+            if now_s - adapter.confirmed_s > CONFIRMED_S_MAX or adapter.confirmed_s < asked_s:
+                self._look_now()
                 return None
             return adapter.digest
 
-    def is_unchanged(self, path: str) -> bool:
+    def is_unchanged(self, path: str, salt: bytes) -> bool:
         """Whether nothing has been seen to change of an adapter whose digest was given before.
 
-        Called for each of its requests in each step, which keeps it in use.
+        Called for each of its requests in each step, which keeps it in use; `salt` is the digest
+        of the request's, by which what it stores can be found and taken back.
         """
         now_s = self._clock_s()
         with self._lock:
             adapter = self._adapters.get(path)
-            if adapter is None:
+            if adapter is None or adapter.is_distrusted:
                 return False
-            adapter.used_s = now_s
+            adapter.used_s = adapter.unproven[salt] = now_s
             if now_s - adapter.confirmed_s > CONFIRMED_S_MAX:
-                self._wake.set()
-            return not adapter.is_distrusted
+                self._look_now()
+            return True
+
+    def take_changed(self) -> set[str]:
+        """Paths of adapters that were found changed since the last call, and whose requests may
+        have gone by a wrong name until then."""
+        if not self._changed:
+            return set()
+        with self._lock:
+            changed, self._changed = self._changed, set()
+        return changed
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Stop reading and join the thread; one that hangs in a file system is left behind."""
+        """Stop reading, look once more at what was used, and join the thread; one that hangs in a
+        file system is left behind."""
         self._stop.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def _begin(self) -> None:
+    def _look_now(self) -> None:
+        """Wake the thread, or start it; where none is to be had, the next request tries again."""
         self._wake.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvtide-adapters", daemon=True)
-            self._thread.start()
+        if self._thread is None and not self._stop.is_set():
+            thread = threading.Thread(target=self._run, name="kvtide-adapters", daemon=True)
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
 
     # ---- the thread
 
@@ -157,6 +191,9 @@ class AdapterDigests:
                 self._guarded(unread, self._read)
             else:
                 self._wake.wait(LOOK_S if self._in_use() else None)
+        for adapter in self._in_use():
+            if adapter.unproven:
+                self._guarded(adapter, self._look)
 
     def _in_use(self) -> list[_Adapter]:
         oldest_s = self._clock_s() - IDLE_S_MAX
@@ -187,7 +224,8 @@ class AdapterDigests:
         """Look at all that are in use and were not looked at just now."""
         self._looked_s = self._clock_s()
         for adapter in self._in_use():
-            if self._clock_s() - adapter.confirmed_s >= LOOK_S and not self._stop.is_set():
+            is_due = self._clock_s() - adapter.confirmed_s >= LOOK_S
+            if (is_due or adapter.confirmed_s < adapter.wanted_s) and not self._stop.is_set():
                 self._guarded(adapter, self._look)
 
     def _look(self, adapter: _Adapter) -> None:
@@ -210,6 +248,16 @@ class AdapterDigests:
             is_same = (adapter.files, adapter.identities) == (files, identities)
             adapter.is_distrusted |= is_young or not is_same
             adapter.confirmed_s = began_s
+            adapter.unproven = {
+                salt: used_s
+                for salt, used_s in adapter.unproven.items()
+                if used_s >= began_s or not is_same
+            }
+            doubtful = set() if is_same else set(adapter.unproven)
+            if doubtful:
+                self._changed.add(adapter.path)
+        if doubtful:
+            self._clear(doubtful)
 
     def _is_young(self, files: tuple[Path, ...], identities: tuple[FileIdentity, ...]) -> bool:
         """Whether the engine may hold older bytes than there are, whatever the names say: those

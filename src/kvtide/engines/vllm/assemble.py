@@ -57,15 +57,16 @@ def build_scheduler(
         off=off,
     )
     session = EngineSession(identity, config, open_directory(config.runtime_dir), clock)
-    session.start()
-    adapters = AdapterDigests(digests, process_began_ns())
+    adapters = AdapterDigests(digests, process_began_ns(), session.clear)
     if vllm_config.lora_config is not None and adapters_may_change(config.engine):
         logger.warning(
             "kvtide caches no request with an adapter: VLLM_ALLOW_RUNTIME_LORA_UPDATING lets an"
             " adapter be loaded in place of another under running requests. Unset it, or say"
             " weights_change: reset and reset the prefix cache with each such load"
         )
-    return SchedulerSide(identity, config.engine, session, adapters, clock)
+    side = SchedulerSide(identity, config.engine, session, adapters, clock)
+    session.start()  # last: what fails before it leaves nothing running
+    return side
 
 
 def _off(vllm_config: Any, kv_cache_config: Any, config: Config) -> Off | None:
@@ -106,10 +107,12 @@ def build_worker(
     pages = page_places(kv_caches, vllm_config, kv_cache_config)
     mover = HostMover(pages, facts.block_count)
     is_writer = facts.rank % kv_cache_config.kv_tp_replicas == 0
-    return WorkerSide(
+    side = WorkerSide(
         vllm_config.kv_transfer_config.engine_id,
         open_directory(config.runtime_dir),
         facts,
         is_writer,
         mover,
     )
+    side.start()
+    return side

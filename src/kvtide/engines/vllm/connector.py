@@ -6,6 +6,7 @@ hook may return, and when it is called, is vLLM's contract (KVConnectorBase_V1 o
 """
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -159,7 +160,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         """Hand this step's loads to the mover threads."""
         worker, plan = self._worker, self._get_connector_metadata()
         if worker is not None and isinstance(plan, StepPlan):
-            worker.start_loads(plan)  # unguarded: it reports every load, whatever happens
+            self._always(lambda: worker.start_loads(plan), None)  # each load is reported
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All loads are asynchronous: nothing to wait for."""
@@ -187,9 +188,10 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> WorkerCounts | None:
         """This worker's counters since the last step."""
-        if self._worker is None:
+        worker = self._worker
+        if worker is None:
             return None
-        counts = self._worker.counters.take()
+        counts = self._always(lambda: worker.counters.take(), None)
         return WorkerCounts(counts) if counts else None
 
     # ---- scheduler
@@ -197,8 +199,9 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """The engine's cache manager, asked who owns a block."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._scheduler is not None:
-            self._scheduler.bind(kv_cache_manager)
+        scheduler = self._scheduler
+        if scheduler is not None:
+            self._guarded(lambda: scheduler.bind(kv_cache_manager), None)
 
     def on_new_request(self, request: Any) -> None:
         """Send the lookup."""
@@ -226,15 +229,15 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler = self._scheduler
         if scheduler is None:
             return
-        block_ids = blocks.get_block_ids()[0]
         is_done = self._guarded(
-            lambda: scheduler.allocated(request, block_ids, num_external_tokens), False
+            lambda: scheduler.allocated(request, _block_ids(blocks), num_external_tokens), False
         )
         if num_external_tokens > 0 and not is_done:
             local = self._asked_local_tokens
             ends = (local, local + num_external_tokens)
             first, end = (tokens // self._kv_block_tokens for tokens in ends)
-            self._orphans.append(LoadJob(request.request_id, block_ids[first:end], []))
+            own = _block_ids(blocks)[first:end]
+            self._orphans.append(LoadJob(request.request_id, own, []))
 
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         """This step's plan."""
@@ -305,10 +308,16 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """End threads and connections in bounded time."""
+        self._is_off = True
         for side in (self._scheduler, self._worker):
             if side is not None:
-                side.close(CLOSE_S_MAX)
-        self._is_off = True
+                self._always(functools.partial(side.close, CLOSE_S_MAX), None)
+
+
+def _block_ids(blocks: Any) -> list[int]:
+    """The blocks of the one group; none where a model has no group at all (encoders)."""
+    groups: tuple[list[int], ...] = blocks.get_block_ids()
+    return groups[0] if groups else []
 
 
 def _outer_policy() -> str | None:

@@ -15,6 +15,7 @@ Rejected: the order of the mapping given to us. Layers are taken in the order of
 config, which the scheduler role and every engine of the same config agree on.
 """
 
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,6 +33,21 @@ from kvtide.movers.base import PagePlace
 PLAIN_KINDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 PLAIN_DTYPES = frozenset({"float16", "bfloat16", "float32"})
 """Kinds of attention and KV that are tested: the same as `support` allows."""
+
+EQUAL_IN_ALL_RANKS = ("worker.device", "worker.isa")
+"""Facts that no parallelism makes different; the others are equal in the ranks of one shard."""
+
+_ONEDNN_VARIABLES = ("DEFAULT_FPMATH_MODE", "MAX_CPU_ISA", "CPU_ISA_HINTS")
+KERNEL_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    *(f"{prefix}_{name}" for prefix in ("ONEDNN", "DNNL") for name in _ONEDNN_VARIABLES),
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Variables by which the libraries below torch and vLLM choose kernels, or compute in less than
+they are asked to: where one is set, the KV of the same model has other bytes."""
 
 _CPU_FLAGS = ("amx", "avx", "fma", "neon", "asimd", "sve", "sme", "vsx", "vxe", "rvv")
 
@@ -81,6 +97,31 @@ class WorkerFacts(msgspec.Struct, frozen=True):
             "worker.page_bytes": [page.page_bytes for page in self.pages],
             "worker.pages": plain(msgspec.to_builtins(self.pages), "worker.pages"),
         }
+
+
+def agreed_facts(facts: list[dict[str, Any]]) -> dict[str, FieldValue] | Off:
+    """What all workers have in common, and what each shard's pages are; Off where they differ."""
+    try:
+        workers = [msgspec.convert(fact, WorkerFacts) for fact in facts]
+    except msgspec.ValidationError as error:
+        return Off(OffReason.WORKERS_DIFFER, f"facts that cannot be read: {error}")
+    refused = refused_pages(workers)
+    if refused is not None:
+        return refused
+    shards: dict[int, dict[str, FieldValue]] = {}
+    for worker in workers:
+        fields = worker.fields()
+        of_shard = shards.setdefault(worker.shard_index, fields)
+        for name, value in fields.items():
+            must_equal = workers[0].fields() if name in EQUAL_IN_ALL_RANKS else of_shard
+            if value != must_equal[name]:
+                return Off(OffReason.WORKERS_DIFFER, f"{name} of rank {worker.rank}")
+    if sorted(shards) != list(range(workers[0].shard_count)):
+        return Off(OffReason.WORKERS_DIFFER, f"shards {sorted(shards)} are there")
+    return {
+        name: value if name in EQUAL_IN_ALL_RANKS else [shards[i][name] for i in sorted(shards)]
+        for name, value in shards[0].items()
+    }
 
 
 def refused_pages(workers: Sequence[WorkerFacts]) -> Off | None:
@@ -217,7 +258,12 @@ def _isa(name: str, module: Any) -> str:
 
 
 def _device() -> str:
-    """The processor that computes KV, by what its kernels are chosen by."""
+    """The processor that computes KV, and whatever else its kernels are chosen by."""
+    asked = [f"{name}={os.environ[name]!a}" for name in KERNEL_VARIABLES if name in os.environ]
+    return " ".join([_processor(), *asked])
+
+
+def _processor() -> str:
     if current_platform.is_cpu():
         flags = sorted(
             name

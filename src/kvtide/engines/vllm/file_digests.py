@@ -57,8 +57,16 @@ class FileIdentity(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> "FileIdentity":
-        """Ask for it; symbolic links are followed."""
-        return cls._from(path.stat())
+        """Ask for it; symbolic links are followed.
+
+        The file is opened first: where machines share files, what they say of one that nobody
+        opens may be a minute old, and a reader would find other bytes.
+        """
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            return cls._from(os.fstat(descriptor))
+        finally:
+            os.close(descriptor)
 
     @classmethod
     def _from(cls, status: os.stat_result) -> "FileIdentity":
@@ -147,9 +155,9 @@ def claimed_digest(path: Path) -> bytes | None:
     return bytes.fromhex(blob.name) if blob and _SHA256_NAME.fullmatch(blob.name) else None
 
 
-def is_written_behind_link(path: Path) -> bool:
+def is_written_behind_link(path: Path, identity: FileIdentity) -> bool:
     """Whether a blob was written after its link was made: a download makes the link last."""
-    return path.stat().st_mtime_ns > path.lstat().st_mtime_ns
+    return identity.mtime_ns > path.lstat().st_mtime_ns
 
 
 def holds_its_name(path: Path, digest: bytes) -> bool:

@@ -12,9 +12,11 @@ state here belongs to the scheduler's thread. A step costs nothing for requests 
 to load or store: one dictionary lookup and two comparisons.
 """
 
+import contextlib
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kvtide.clock import Clock
@@ -24,7 +26,8 @@ from kvtide.core.instances import ROOTS_MAX
 from kvtide.core.keys import root_key, salt_digest
 from kvtide.core.plan import StorePlan, cut_runs, usable_blocks
 from kvtide.core.reasons import MissReason, OffReason
-from kvtide.engines.vllm.adapters import ADAPTERS_MAX, AdapterDigests
+from kvtide.engines.vllm.adapter_numbers import AdapterNumbers
+from kvtide.engines.vllm.adapters import AdapterDigests
 from kvtide.engines.vllm.lookups import Lookups
 from kvtide.engines.vllm.metadata import LoadJob, StepPlan
 from kvtide.engines.vllm.session import EngineIdentity, EngineSession, Session
@@ -60,7 +63,7 @@ class SchedulerSide:
         self._new_loads: list[LoadJob] = []
         self._session: Session | None = None
         self._roots: set[bytes] = set()
-        self._adapter_paths: dict[int, str] = {}  # by number; empty where that stands for no one
+        self._adapter_numbers = AdapterNumbers()
         self._fingerprint = b""
         self._next_number = 1
         self._unreadable = ""  # what was said last of a request that has no name
@@ -82,6 +85,7 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         """Hash the keys and send the lookup; the answer arrives while the request queues."""
         self._take_in()
+        self._drop_what_changed()
         tracker = Tracker(request=request, arrived_s=time.monotonic())
         self._trackers[request.request_id] = tracker
         tracker.no_load = self._name(tracker)
@@ -127,7 +131,7 @@ class SchedulerSide:
             return MissReason.NODE_GONE
         adapter, lora = b"", request.lora_request
         if lora is not None:
-            digest = self._adapters.digest(lora.lora_path) if is_alone else None
+            digest = self._adapter_numbers.digest(lora, self._adapters) if is_alone else None
             if digest is None:
                 return MissReason.ADAPTER_UNKNOWN
             adapter = digest
@@ -135,37 +139,36 @@ class SchedulerSide:
         root = root_key(self._fingerprint, epoch=self._epoch, salt=salt, adapter=adapter)
         return m.RegisterRoot(root, self._epoch, salt_digest(salt))
 
-    def _note_adapter(self, lora: Any) -> bool:
-        """Take note of what an adapter's number stands for; whether it still is one path, and what
-        was read there first.
+    def _of_adapter(self, is_meant: Callable[[Any], bool]) -> list[Tracker]:
+        """The requests whose adapter is meant."""
+        adapters = [(one, one.request.lora_request) for one in self._trackers.values()]
+        return [one for one, lora in adapters if lora is not None and is_meant(lora)]
 
-        The engine goes by the number: while that is loaded it looks at no path. One that is loaded
-        in place, or goes by a second path, is not known any more, nor is what runs under it.
-        """
-        number, path, paths = lora.lora_int_id, lora.lora_path, self._adapter_paths
-        if number not in paths and len(paths) < ADAPTERS_MAX:
-            paths[number] = path
-        if paths.get(number) == path and not getattr(lora, "load_inplace", False):
+    def _note_adapter(self, lora: Any) -> bool:
+        """Whether an adapter's number stands for it; else nothing that runs under it is known."""
+        if self._adapter_numbers.note(lora):
             return True
-        if number in paths:
-            paths[number] = ""
-        named = [tracker for tracker in self._trackers.values() if tracker.chain is not None]
-        self._forget(
-            [
-                one
-                for one in named
-                if getattr(one.request.lora_request, "lora_int_id", 0) == number
-            ],
-            MissReason.ADAPTER_UNKNOWN,
-        )
+        number = lora.lora_int_id
+        running = self._of_adapter(lambda other: other.lora_int_id == number)
+        self._forget(running, MissReason.ADAPTER_UNKNOWN)
         return False
 
     def _forget_if_adapter_changed(self, tracker: Tracker) -> None:
         """Forget a request that may not compute with what it was named for any more."""
-        lora = tracker.request.lora_request
-        if lora is None or tracker.chain is None or self._adapters.is_unchanged(lora.lora_path):
-            return
-        self._forget([tracker], MissReason.ADAPTER_UNKNOWN)
+        lora, root, digests = tracker.request.lora_request, tracker.root, self._adapters
+        if lora and root and not digests.is_unchanged(lora.lora_path, root.salt_digest):
+            self._forget([tracker], MissReason.ADAPTER_UNKNOWN)
+
+    def _drop_what_changed(self) -> None:
+        """Where an adapter was found changed, the engine's own cache may hold what was loaded or
+        computed under a wrong name: it forgets all, and what its requests add to it."""
+        changed = self._adapters.take_changed()
+        if changed:
+            doubtful = self._of_adapter(lambda lora: lora.lora_path in changed)
+            for tracker in doubtful:
+                tracker.is_doubtful = True
+            self._forget(doubtful, MissReason.ADAPTER_UNKNOWN)
+            self._stores.drop_all()
 
     def _register(self, root: m.RegisterRoot) -> bool:
         """Make a root known on the present connection; False where that cannot be sent."""
@@ -314,6 +317,7 @@ class SchedulerSide:
         if self._lookups.is_asking or self._stores.is_asking:
             self._link.read_now()  # once a step: else a late thread would turn answers into misses
         self._take_in()
+        self._drop_what_changed()
         self._lookups.next_step()
         for request_id in scheduler_output.preempted_req_ids or ():
             tracker = self._trackers.get(request_id)
@@ -331,6 +335,8 @@ class SchedulerSide:
             tracker = self._trackers.get(request_id)
             if tracker is None:
                 continue
+            if tracker.is_doubtful:
+                self._stores.uncache(tracker.blocks)
             self._forget_if_adapter_changed(tracker)
             request = tracker.request
             start = request.num_computed_tokens
@@ -473,7 +479,7 @@ class SchedulerSide:
         if not trackers:
             return
         self._stores.reset(trackers)
-        for tracker in trackers:
+        for tracker in (one for one in trackers if one.chain is not None):
             if tracker.load is not None:
                 tracker.load.is_void = True
             tracker.no_load = why
@@ -487,6 +493,7 @@ class SchedulerSide:
 
     def close(self, timeout_s: float) -> None:
         """End in bounded time."""
-        self._count()
-        self._adapters.close(timeout_s / 4)
-        self._link.close(timeout_s)
+        with contextlib.ExitStack() as parts:  # each, whatever becomes of those before it
+            parts.callback(self._link.close, timeout_s)
+            parts.callback(self._adapters.close, timeout_s / 4)
+            parts.callback(self._count)

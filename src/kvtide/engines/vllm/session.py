@@ -12,8 +12,10 @@ Ownership
     answers               whoever reads them appends, the scheduler's takes, under `_arrived`
     counters to send      the scheduler's thread adds (`count`), the link's takes, under `_arrived`
     grants to return      either thread, under `_arrived`
+    salts to be cleared   any thread, under `_arrived`
 """
 
+import contextlib
 import logging
 import os
 import secrets
@@ -22,9 +24,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
 
 import kvtide
 from kvtide.clock import Clock
@@ -32,7 +31,7 @@ from kvtide.config import Config
 from kvtide.core import messages as m
 from kvtide.core.keys import FORMAT_VERSION, FieldValue, encode, fingerprint
 from kvtide.core.reasons import Off, OffReason
-from kvtide.engines.vllm.facts import WorkerFacts, refused_pages
+from kvtide.engines.vllm.facts import agreed_facts
 from kvtide.engines.vllm.weights import Hashing, Known, WeightsDigest
 from kvtide.node.supervise import NodeStarter
 from kvtide.units import format_bytes
@@ -43,8 +42,6 @@ logger = logging.getLogger("vllm.kvtide")
 
 Answer = m.Match | m.Pending | m.StoreAnswer
 
-EQUAL_IN_ALL_RANKS = ("worker.device", "worker.isa")
-"""Facts that no parallelism makes different; the others are equal in the ranks of one shard."""
 FAILED_LOADS = {
     "recompute": "failed loads are recomputed",
     "fail": "failed loads END their requests (set MultiConnector's kv_load_failure_policy to "
@@ -108,6 +105,7 @@ class EngineSession:
         self._abandoned: set[int] = set()
         self._returned: list[int] = []
         self._returned_last: deque[int] = deque(maxlen=RETURNS_MAX)
+        self._uncleared: set[bytes] = set()
         self._counts: dict[str, int] = {}
         self._facts: m.Workers | None = None
         self._welcome: m.Welcome | None = None
@@ -125,14 +123,17 @@ class EngineSession:
     # ---- the scheduler's thread
 
     def start(self) -> None:
-        """Begin to look for a node, and to read the weights."""
+        """Begin to look for a node, and to read the weights; where that fails, neither goes on."""
         if self._identity.off is not None:
             self._turn_off(self._identity.off)
-        for weights in self._identity.weights:
-            weights.start()
-        for weights in self._identity.weights:
-            weights.wait(KNOWN_S_MAX)
-        self._link.start()
+        with contextlib.ExitStack() as failed:
+            failed.callback(self.close, 0.0)
+            for weights in self._identity.weights:
+                weights.start()
+            for weights in self._identity.weights:
+                weights.wait(KNOWN_S_MAX)
+            self._link.start()
+            failed.pop_all()
 
     @property
     def is_usable(self) -> bool:
@@ -199,6 +200,19 @@ class EngineSession:
                 self._returned_last.extend(self._returned)
                 self._returned = []
 
+    def clear(self, salts: set[bytes]) -> None:
+        """What was stored for these salts (digests) may be wrong: nobody shall find it. Any thread
+        may call this; it is said at once, or as soon as there is a connection."""
+        with self._arrived:
+            self._uncleared |= salts
+        self._send_clears()
+
+    def _send_clears(self) -> None:
+        with self._arrived:
+            for salt in list(self._uncleared):
+                if self._link.send(m.Clear(self._claimed, salt)):
+                    self._uncleared.remove(salt)
+
     def note_silence(self) -> None:
         """A question was not answered in time."""
         self._link.note_silence()
@@ -212,10 +226,11 @@ class EngineSession:
     def close(self, timeout_s: float) -> None:
         """End in bounded time."""
         until_s = time.monotonic() + timeout_s * 3 / 4  # the rest is for adapters
-        self._send_counts()
-        self._link.close(timeout_s / 2)
-        for weights in self._identity.weights:
-            weights.close(max(0.0, until_s - time.monotonic()))
+        with contextlib.ExitStack() as parts:  # each, whatever becomes of those before it
+            for weights in self._identity.weights:
+                parts.callback(_close_by, weights, until_s)
+            parts.callback(self._link.close, timeout_s / 2)
+            parts.callback(self._send_counts)
 
     # ---- the link's thread
 
@@ -245,6 +260,7 @@ class EngineSession:
             self._returned += self._returned_last
             self._returned_last.clear()
         self._send_returned()
+        self._send_clears()
         self._warn_of_settings(welcome)
         if self._identity.off is not None:
             self._link.send(self._message(b"", b"", {}, [], self._identity.off))
@@ -325,6 +341,7 @@ class EngineSession:
         """Once a second: counts, and what the weights' digest has come to."""
         self._send_counts()
         self._send_returned()
+        self._send_clears()
         self._identify()
 
     def _send_counts(self) -> None:
@@ -386,7 +403,7 @@ class EngineSession:
 
     def _fields(self, facts: m.Workers, digests: tuple[bytes, ...]) -> dict[str, FieldValue] | Off:
         """Everything that the fingerprint is made of."""
-        agreed = _agreed(facts.facts)
+        agreed = agreed_facts(facts.facts)
         if isinstance(agreed, Off):
             return agreed
         return {
@@ -450,37 +467,16 @@ class EngineSession:
             logger.info("%s", line)
 
 
+def _close_by(weights: WeightsDigest, until_s: float) -> None:
+    weights.close(max(0.0, until_s - time.monotonic()))
+
+
 def _off_of(reason: str, detail: str) -> Off:
     """What a node says; a word that only a later release knows is kept as text."""
     try:
         return Off(OffReason(reason), detail)
     except ValueError:
         return Off(OffReason.WIRE_VERSION, f"the node says {reason}: {detail}")
-
-
-def _agreed(facts: list[dict[str, Any]]) -> dict[str, FieldValue] | Off:
-    """What all workers have in common, and what each shard's pages are; Off where they differ."""
-    try:
-        workers = [msgspec.convert(fact, WorkerFacts) for fact in facts]
-    except msgspec.ValidationError as error:
-        return Off(OffReason.WORKERS_DIFFER, f"facts that cannot be read: {error}")
-    refused = refused_pages(workers)
-    if refused is not None:
-        return refused
-    shards: dict[int, dict[str, FieldValue]] = {}
-    for worker in workers:
-        fields = worker.fields()
-        of_shard = shards.setdefault(worker.shard_index, fields)
-        for name, value in fields.items():
-            must_equal = workers[0].fields() if name in EQUAL_IN_ALL_RANKS else of_shard
-            if value != must_equal[name]:
-                return Off(OffReason.WORKERS_DIFFER, f"{name} of rank {worker.rank}")
-    if sorted(shards) != list(range(workers[0].shard_count)):
-        return Off(OffReason.WORKERS_DIFFER, f"shards {sorted(shards)} are there")
-    return {
-        name: value if name in EQUAL_IN_ALL_RANKS else [shards[i][name] for i in sorted(shards)]
-        for name, value in shards[0].items()
-    }
 
 
 def _progress(done_bytes: int, total_bytes: int, eta_s: float | None) -> str:

@@ -246,6 +246,16 @@ class Stores:
                 tracker.store = None
         self._finish_all()
 
+    def uncache(self, block_ids: Iterable[int]) -> None:
+        """The engine's own prefix cache forgets these blocks; whoever has them keeps them."""
+        self._manager.evict_blocks(set(block_ids))
+
+    def drop_all(self) -> None:
+        """Nothing of requests that have ended is stored any more, and the engine's own prefix
+        cache forgets everything."""
+        self._finish_all()
+        self.uncache(range(self._manager.block_pool.num_gpu_blocks))
+
     def _finish_all(self) -> None:
         for left in list(self._left):
             self._finish(left)

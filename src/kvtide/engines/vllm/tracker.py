@@ -96,6 +96,7 @@ class Tracker:
         prefill_end_block: whole blocks at the end of the prefill, whose tail is stored; 0 before.
         preemptions: how often it was preempted, as far as we have noticed.
         blocks: its block ids, for what is copied once they are its own no more.
+        is_doubtful: its KV may be another adapter's: no block of it stays in the engine's cache.
     """
 
     request: Any
@@ -116,6 +117,7 @@ class Tracker:
     prefill_end_block: int = 0
     preemptions: int = 0
     blocks: list[int] = field(default_factory=list)
+    is_doubtful: bool = False
 
     def is_verified(self, token_count: int, *, has_sync_loads: bool) -> bool:
         """Whether what it has so far may be stored, as a step that computes so much is planned.

@@ -23,6 +23,7 @@ file belongs to the thread that took it from `_queue`; results, `_state`, `_thre
 counts change under `_lock`. Its creator calls everything else; `close` joins the threads.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -208,7 +209,7 @@ class WeightsDigest:
         self._total_bytes = 0
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Begin; returns at once. Raises RuntimeError where there is no thread to be had."""
         match self._weights:
             case DummyWeights(seed, config):
                 said = b"kvtide dummy weights %d " % seed + config
@@ -248,9 +249,9 @@ class WeightsDigest:
         thread = threading.Thread(
             target=self._guarded, args=(work,), name="kvtide-weights", daemon=True
         )
+        thread.start()
         with self._lock:
             self._threads.append(thread)
-        thread.start()
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """The boundary of each thread: whatever goes wrong in it turns caching off, by name."""
@@ -281,8 +282,9 @@ class WeightsDigest:
                 file.identity.size_bytes for file in unread if not file.is_believed
             )
         self._conclude()
-        for _ in range(min(self._thread_count, len(unread)) - 1):
-            self._begin(self._drain)
+        with contextlib.suppress(RuntimeError):  # no thread to be had: then there are fewer
+            for _ in range(min(self._thread_count, len(unread)) - 1):
+                self._begin(self._drain)
         self._drain()
 
     def _plan(self) -> tuple[_File, ...] | Off:
@@ -314,8 +316,8 @@ class WeightsDigest:
         """Whether nothing says that a blob may have been written since it got its name."""
         since_ns = self._unchanged_since_ns
         is_young = since_ns is not None and identity.ctime_ns > since_ns - SETTLE_NS
-        is_written = is_written_behind_link(path) or self._digests.was_otherwise(identity)
-        return not is_young and not is_written
+        is_written = is_written_behind_link(path, identity)
+        return not (is_young or is_written or self._digests.was_otherwise(identity))
 
     def _too_new(self, file: _File, identity: FileIdentity) -> bool:
         """A blob may be new, if it holds what it is called: the engine may have fetched it."""

@@ -15,6 +15,7 @@ Ownership
     regions                          `MappedRegions`
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -103,11 +104,18 @@ class WorkerSide:
             threading.Thread(target=self._move, name=f"kvtide-mover-{number}", daemon=True)
             for number in range(min(MOVERS_MAX, len(self._processors)))
         ]
-        for mover_thread in self._movers:
-            mover_thread.start()
         self._regions = MappedRegions(self._region_open, self._region_failed, self._region_left)
         self._link = Link(places.socket, self, "kvtide-worker")
-        self._link.start()
+
+    def start(self) -> None:
+        """Start all threads, and look for the node; where one cannot be had, none is left."""
+        with contextlib.ExitStack() as failed:
+            failed.callback(self.close, 0.0)
+            for mover_thread in self._movers:
+                mover_thread.start()
+            self._regions.start()
+            self._link.start()
+            failed.pop_all()
 
     # ---- the step, on the main thread
 
@@ -119,20 +127,27 @@ class WorkerSide:
     def start_loads(self, plan: StepPlan) -> None:
         """Hand loads to the mover threads; each will be reported once, whatever happens."""
         self._plan = plan
+        for job in plan.loads:
+            self._start_load(job)
         if self._facts.rank == 0 and plan.token_count >= PREFILL_TOKENS_MIN:
             # vLLM calls this right after a forward, which on a CPU has ended by then.
             took_s = time.monotonic() - self._forward_began_s
             self.counters.add("prefill_tokens", plan.token_count)
             self.counters.add("prefill_us", int(took_s * 1e6))
-        for job in plan.loads:
+
+    def _start_load(self, job: LoadJob) -> None:
+        try:
             parts = self._cut(job)
-            load = self._loads[job.request_id] = _Load(job, len(parts))
-            for block_ids, runs in parts:
-                if self._is_closed:
-                    load.failed.update(block_ids)
-                    self._ended.put(load)
-                else:
-                    self._pieces.put(_Piece(load, block_ids, runs))
+        except Exception:
+            logger.exception("kvtide: a load failed; the engine computes its blocks")
+            parts = [(job.block_ids, [])]
+        load = self._loads[job.request_id] = _Load(job, len(parts))
+        for block_ids, runs in parts:
+            if self._is_closed:
+                load.failed.update(block_ids)
+                self._ended.put(load)
+            else:
+                self._pieces.put(_Piece(load, block_ids, runs))
 
     def wait_for_save(self, plan: StepPlan) -> None:
         """After the forward: copy this step's stores."""
@@ -350,8 +365,9 @@ class WorkerSide:
         self._is_closed = True  # what waits still fails and is reported
         for _ in self._movers:
             self._pieces.put(None)
-        self._link.close(timeout_s / 2)
-        self._regions.close(max(0.0, deadline_s - time.monotonic()))
+        with contextlib.ExitStack() as parts:  # each, whatever becomes of those before it
+            parts.callback(lambda: self._regions.close(max(0.0, deadline_s - time.monotonic())))
+            parts.callback(self._link.close, timeout_s / 2)
 
 
 def _split(

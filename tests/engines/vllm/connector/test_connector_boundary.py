@@ -5,6 +5,7 @@ The engine goes on; loads that were planned already are still reported exactly o
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,6 +203,88 @@ def test_a_reset_holds_for_loads_that_run_though_caching_is_off(alone: Toys) -> 
     engine.run()
     assert_right(engine.results[request_id], 3, weights=1)
     assert_right(engine.results[other], 1, weights=1)
+
+
+def test_an_error_while_a_load_is_handed_over_is_that_loads(toys: Toys) -> None:
+    """vLLM waits for its report, so it must have one."""
+    engine = toys.start(OPTIONS)
+    held = stored(toys, engine, 100)
+    (side,) = workers_of(engine)
+    broken = Breaks(side, "_cut", 0)
+    result = engine.generate(held)
+    assert_right(result, 1)
+    assert broken.has_broken
+    assert not result.external
+
+
+class NoGroups:
+    """The blocks of a model without KV cache groups, as vLLM hands them over."""
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return ()
+
+
+def test_a_model_without_kv_cache_groups_is_served(toys: Toys) -> None:
+    """Encoders have none: caching is off there, and the hooks are called all the same."""
+    engine = toys.start(OPTIONS)
+    allocate(engine)
+    assert not engine.connector._is_off
+
+
+def allocate(engine: ToyEngine) -> None:
+    engine.connector.update_state_after_alloc(SimpleNamespace(request_id="a"), NoGroups(), 0)
+
+
+def bind(engine: ToyEngine) -> None:
+    engine.connector.bind_kv_cache_manager(engine.scheduler.kv_cache_manager)
+
+
+@pytest.mark.parametrize(("name", "call"), [("bind", bind), ("allocated", allocate)])
+def test_a_hook_whose_side_fails_ends_no_engine(
+    alone: Toys, name: str, call: Callable[[ToyEngine], None]
+) -> None:
+    engine = alone.start(OPTIONS)
+    Breaks(scheduler_of(engine), name, 0)
+    call(engine)
+    assert engine.connector._is_off
+    assert_right(engine.generate(tokens(40)), 1)
+
+
+def test_counts_of_a_worker_that_cannot_be_taken_end_no_engine(alone: Toys) -> None:
+    engine = alone.start(OPTIONS)
+    (side,) = workers_of(engine)
+    side.counters = SimpleNamespace()
+    assert engine.workers[0].connector.build_connector_worker_meta() is None
+
+
+@pytest.mark.parametrize("part", ["adapters", "weights", "counts", "regions", "link of a worker"])
+def test_shutdown_ends_every_part_whatever_becomes_of_the_others(alone: Toys, part: str) -> None:
+    """What does not end says no good-bye, and what it was lent stays lent."""
+    engine = alone.start(OPTIONS)
+    side, (worker,) = scheduler_of(engine), workers_of(engine)
+    match part:
+        case "adapters":
+            broken = Breaks(side._adapters, "close", 0)
+        case "weights":
+            broken = Breaks(side._link._identity.weights[0], "close", 0)
+        case "counts":
+            broken = Breaks(side._link, "_send_counts", 0)
+        case "regions":
+            broken = Breaks(worker._regions, "close", 0)
+        case _:
+            broken = Breaks(worker._link, "close", 0)
+    engine.close()
+    assert broken.has_broken
+    until("it is asked once more", lambda: _closed(worker))
+    until("the node knows nothing of it", lambda: not alone.node.status()["engines"])
+    alone.engines.remove(engine)
+
+
+def _closed(worker: Any) -> bool:
+    """End what was broken on purpose."""
+    worker._link.close(1.0)
+    worker._regions.close(1.0)
+    return not worker._link._thread.is_alive()
 
 
 def test_a_load_given_to_a_worker_that_has_ended_fails(alone: Toys) -> None:

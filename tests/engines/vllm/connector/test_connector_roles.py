@@ -1,8 +1,6 @@
 """Which requests and engines load, which store, what they share, and with how many workers."""
 
-import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +9,6 @@ from vllm.lora.request import LoRARequest
 
 from kvtide.core.keys import CONTENT_ID_BYTES_MAX
 from kvtide.core.reasons import MissReason
-from kvtide.engines.vllm.adapters import AdapterDigests
-from kvtide.engines.vllm.file_digests import FileDigests
 from kvtide.testing.toy_engine import generated
 from kvtide.testing.vllm_toy import VOCABULARY, ToyEngine, ToyOptions, ToyWorker
 from tests.engines.vllm.connector.toys import (
@@ -22,7 +18,6 @@ from tests.engines.vllm.connector.toys import (
     scheduler_of,
     stored,
     tokens,
-    until,
     workers_of,
 )
 
@@ -386,83 +381,3 @@ def test_an_adapter_that_is_loaded_in_place_is_not_cached(toys: Toys) -> None:
     engine.connector.on_new_request(request)
     assert side._trackers.pop("image").no_load is MissReason.ADAPTER_UNKNOWN
     assert side._adapters._thread is None, "it is not even looked for"
-
-
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    """An adapter as it lies on disk."""
-    directory = tmp_path / "adapter"
-    directory.mkdir()
-    (directory / "adapter_config.json").write_text("{}")
-    (directory / "adapter_model.safetensors").write_bytes(b"weights")
-    return directory
-
-
-def with_adapter(engine: ToyEngine, adapter: Path, kept: Path) -> LoRARequest:
-    """Known to an engine that has begun after it was written."""
-    side = scheduler_of(engine)
-    side._adapters = AdapterDigests(FileDigests(kept), time.time_ns() + 60_000_000_000)
-    until("the adapter is known", lambda: side._adapters.digest(str(adapter)) is not None)
-    return LoRARequest("a", 1, str(adapter))
-
-
-def held_chunks(toys: Toys) -> int:
-    toys.rest()
-    count: int = toys.node.status()["entries"]["chunks"]
-    return count
-
-
-def test_what_an_adapter_computed_is_hit(toys: Toys, adapter: Path, tmp_path: Path) -> None:
-    engine = toys.start(options())
-    lora, prompt = with_adapter(engine, adapter, tmp_path / "kept"), tokens(LENGTH)
-    engine.generate(prompt, adapter=lora)
-    toys.rest()
-    engine.reset()
-    assert engine.generate(prompt, adapter=lora).external > 0
-
-
-@pytest.mark.parametrize("first", ["opted out", "unnamed"])
-def test_an_adapter_of_a_request_that_is_not_cached_takes_its_number_too(
-    first: str, toys: Toys, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine has loaded it, and goes on computing with it under that number."""
-    engine = toys.start(options())
-    lora, prompt = with_adapter(engine, adapter, tmp_path / "kept"), tokens(LENGTH)
-    earlier = LoRARequest("b", 1, str(tmp_path))
-    if first == "opted out":
-        off = {"kv_transfer_params": {"kvtide": "off"}}
-        engine.generate(tokens(20), adapter=earlier, extra_args=off)
-    else:
-        with monkeypatch.context() as patch:
-            patch.setattr(scheduler_of(engine), "_fingerprint", b"")
-            engine.generate(tokens(20), adapter=earlier)
-    for _ in range(2):
-        assert not engine.generate(prompt, adapter=lora).external
-        toys.rest()
-        engine.reset()
-
-
-@pytest.mark.parametrize("way", ["another path", "loaded in place", "changed"])
-def test_nothing_is_kept_of_an_adapter_that_may_have_become_another(
-    way: str, toys: Toys, adapter: Path, tmp_path: Path
-) -> None:
-    """The engine goes by an adapter's number: it may go on with other bytes at any moment."""
-    engine = toys.start(options())
-    lora = with_adapter(engine, adapter, tmp_path / "kept")
-    before = held_chunks(toys)
-    long = engine.add(tokens(LENGTH), 3, adapter=lora)
-    match way:
-        case "another path":
-            engine.add(tokens(20), adapter=LoRARequest("b", 1, str(tmp_path)))
-        case "loaded in place":
-            engine.add(tokens(20), adapter=LoRARequest("a", 1, str(adapter), load_inplace=True))
-        case _:
-            (adapter / "adapter_model.safetensors").write_bytes(b"other")
-            adapters = scheduler_of(engine)._adapters
-            until("that is seen", lambda: not adapters.is_unchanged(str(adapter)))
-    engine.run()
-    assert len(engine.results[long].tokens) == 3
-    assert held_chunks(toys) == before
-    again = engine.generate(tokens(LENGTH), adapter=lora)
-    assert not again.external
-    assert held_chunks(toys) == before, "never again under this number"
