@@ -105,7 +105,7 @@ class World:
         self.settle_stores()
         files_of(disk_of(self.tier)).heal()
         (disk_of(self.tier).path / LOCK).unlink()
-        while self.tier.tier.statistics().state == "on":
+        while not disk_of(self.tier)._writes.is_open:
             assert StoreOutcome.STORED not in self.tier.store(
                 tails(1, first=self.draw.getrandbits(16))
             )
