@@ -49,8 +49,9 @@ def test_an_image_counts_by_its_id_and_its_place(toys: Toys) -> None:
 def test_adapters_and_the_base_model_are_kept_apart(toys: Toys, tmp_path: Path) -> None:
     """Three of one prompt: each finds its own, and nobody another's."""
     engine = toys.start(OPTIONS)
-    adapters = AdapterDigests(FileDigests(tmp_path / "kept"), time.time_ns() + 60_000_000_000)
-    scheduler_of(engine)._adapters = adapters
+    side, later_ns = scheduler_of(engine), time.time_ns() + 60_000_000_000
+    adapters = AdapterDigests(FileDigests(tmp_path / "kept"), later_ns, side._link.clear)
+    side._adapters = adapters
     loras: list[LoRARequest | None] = [None]
     for number, name in enumerate(("one", "other"), 1):
         directory = tmp_path / name
@@ -58,7 +59,12 @@ def test_adapters_and_the_base_model_are_kept_apart(toys: Toys, tmp_path: Path) 
         (directory / "adapter_config.json").write_text("{}")
         (directory / "adapter_model.safetensors").write_bytes(name.encode())
         until("it is known", lambda path=str(directory): adapters.digest(path) is not None)
-        loras.append(LoRARequest(name, number, str(directory)))
+        lora = LoRARequest(name, number, str(directory))
+        assert side._adapter_numbers.note(lora)
+        until(
+            "it counts", lambda lora=lora: side._adapter_numbers.digest(lora, adapters) is not None
+        )
+        loras.append(lora)
     prompt = tokens(LENGTH)
     for wanted in (0, own_hit(LENGTH, LENGTH)):
         for lora in loras:
