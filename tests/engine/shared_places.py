@@ -1,6 +1,5 @@
 """Places that two nodes share, and that are taken away under them and given back."""
 
-import os
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +15,7 @@ from kvtide.testing import object_servers, redis_servers
 from kvtide.testing.object_servers import BUCKET
 from kvtide.testing.redis_servers import Server
 from kvtide.tiers.remote.tier import SURVEY_MS
+from tests.mounts import mount, unmount
 
 BYTES_MAX = 2**31
 NO_SAVES = "3600 1000000"
@@ -118,7 +118,7 @@ class DirectoryPlace:
         self._source, self._mount = below / "source", below / "mount"
         for path in (self._source, self._mount):
             path.mkdir()
-        self._is_mounted = _mount("-t", "tmpfs", "-o", f"size={BYTES_MAX}", "none", self._source)
+        self._is_mounted = mount("-t", "tmpfs", "-o", f"size={BYTES_MAX}", "none", self._source)
         self._path = self._mount / "kv"
         self.entry: dict[str, object] = {
             "type": "shared_dir",
@@ -126,20 +126,20 @@ class DirectoryPlace:
             "path": str(self._path),
         }
         if self._is_mounted:
-            assert _mount("--bind", self._source, self._mount)
+            assert mount("--bind", self._source, self._mount)
 
     def is_seen(self, here: TierStatus, there: TierStatus) -> bool:
         return bool(here["records"] == there["records"])
 
     def take_away(self) -> None:
         if self._is_mounted:
-            _unmount(self._mount)  # lazily: files that are open stay so, as on a stale mount
+            unmount(self._mount)  # lazily: files that are open stay so, as on a stale mount
         else:
             self._path.rename(self._mount / "away")
 
     def give_back(self) -> None:
         if self._is_mounted:
-            assert _mount("--bind", self._source, self._mount)
+            assert mount("--bind", self._source, self._mount)
         else:
             (self._mount / "away").rename(self._path)
 
@@ -152,18 +152,7 @@ class DirectoryPlace:
         """Leave nothing mounted."""
         if self._is_mounted:
             for path in (self._mount, self._source):
-                _unmount(path)
-
-
-def _mount(*arguments: str | Path) -> bool:
-    """Whether it may be done here."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        return False
-    return subprocess.run(["mount", *arguments], capture_output=True, check=False).returncode == 0
-
-
-def _unmount(path: Path) -> None:
-    subprocess.run(["umount", "--lazy", path], capture_output=True, check=True)
+                unmount(path)
 
 
 @contextmanager

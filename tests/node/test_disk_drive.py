@@ -4,8 +4,6 @@ wrong, and what lies there is hit again once it is well, without a restart."""
 import itertools
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from kvtide.testing.node_process import NodeProcess
 from kvtide.tiers.disk.space import FLOOR_BYTES
 from kvtide.units import MiB
 from kvtide.wire.command import ask
+from tests.mounts import mount, unmount
 from tests.node.fixtures import StartNode
 from tests.node.test_engines import wait_status
 
@@ -35,11 +34,11 @@ class Drive:
         for path in (self._source, self._mount):
             path.mkdir()
         self.path = self._mount / "kv"
-        self.is_there = _mount(
+        self.is_there = mount(
             "-t", "tmpfs", "-o", f"size={DRIVE_BYTES},mode=700", "none", self._source
         )
         if self.is_there:
-            assert _mount("--bind", self._source, self._mount)
+            assert mount("--bind", self._source, self._mount)
 
     def fail(self, way: str) -> None:
         """Become so."""
@@ -47,39 +46,28 @@ class Drive:
             case "full":  # with what it holds now
                 found = os.statvfs(self._source)
                 taken = (found.f_blocks - found.f_bfree) * found.f_frsize
-                assert _mount("-o", f"remount,size={taken}", self._source)
+                assert mount("-o", f"remount,size={taken}", self._source)
             case "read-only":  # by a mount above it: the node has files open for writing
-                assert _mount("--bind", self._source, self._mount)
-                assert _mount("-o", "remount,bind,ro", self._mount)
+                assert mount("--bind", self._source, self._mount)
+                assert mount("-o", "remount,bind,ro", self._mount)
             case "gone":
-                _unmount(self._mount)
+                unmount(self._mount)
 
     def heal(self, way: str) -> None:
         """Be as before."""
         match way:
             case "full":
-                assert _mount("-o", f"remount,size={DRIVE_BYTES}", self._source)
+                assert mount("-o", f"remount,size={DRIVE_BYTES}", self._source)
             case "read-only":
-                _unmount(self._mount)
+                unmount(self._mount)
             case "gone":
-                assert _mount("--bind", self._source, self._mount)
+                assert mount("--bind", self._source, self._mount)
 
     def close(self) -> None:
         """Leave nothing mounted."""
         for path in (self._mount, self._source):
             while path.is_mount():
-                _unmount(path)
-
-
-def _mount(*arguments: str | Path) -> bool:
-    """Whether it may be done here."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        return False
-    return subprocess.run(["mount", *arguments], capture_output=True, check=False).returncode == 0
-
-
-def _unmount(path: Path) -> None:
-    subprocess.run(["umount", "--lazy", path], capture_output=True, check=True)
+                unmount(path)
 
 
 @pytest.fixture
