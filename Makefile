@@ -22,9 +22,9 @@ check: setup
 	@scripts/check
 
 test: setup
-	@scripts/check
-	@$(PYTHON) -m pytest -n 3 --dist loadfile -m '(long or hypothesis) and not engine and not slow'
-	@$(PYTHON) -m pytest -m 'engine and not slow'
+	@state=0; scripts/check || state=1; \
+	$(PYTHON) -m pytest -n 3 --dist loadfile -m '(long or hypothesis) and not engine and not slow' || state=1; \
+	$(PYTHON) -m pytest -m 'engine and not slow' || state=1; exit $$state
 
 bench: setup
 	@$(PYTHON) -m benchmarks; code=$$?; $(PYTHON) scripts/make_docs; exit $$code

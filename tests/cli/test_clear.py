@@ -15,7 +15,7 @@ def test_clear_counts_what_only_a_disk_had(run: Run, new_node: StartNode, tmp_pa
     """The node has just started: memory is empty, the disk is not."""
     node = disk_node(new_node, tmp_path / "disk")
     with FakeEngine(node.places, "one") as engine:
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         wait_written(node, 3)
     node.end()
     node = disk_node(new_node, tmp_path / "disk")

@@ -157,7 +157,7 @@ def test_status_is_a_page_for_people(run: Run, running_node: NodeProcess) -> Non
         FakeEngine(running_node.places, "one", shape) as one,
         FakeEngine(running_node.places, "two", other),
     ):
-        one.store(TOKENS)
+        one.keep(TOKENS)
         one.load(TOKENS)
         counts = {"tokens.external": 160, "tokens.computed": 5_000, "miss.absent": 7}
         counts |= {"load.us.1000": 2, "load.us.sum": 1500, "loaded_bytes": 3 << 20}
@@ -254,7 +254,7 @@ def salted(running_node: NodeProcess) -> FakeEngine:
         root = plain(salt)
         scheduler.link.send(m.RegisterRoot(root, b"", salt_digest(salt)))
         scheduler.root = lambda salt=None, root=root: root  # type: ignore[method-assign, misc]
-        engine.store(make_tokens(64, seed=1))
+        engine.keep(make_tokens(64, seed=1))
     scheduler.root = plain  # type: ignore[method-assign]
     assert running_node.status()["entries"]["chunks"] == 3
     return engine

@@ -38,7 +38,7 @@ def node(new_node: StartNode, path: Path) -> NodeProcess:
     node = new_node(disk_path=path, **SETTINGS)
     node.start()
     with FakeEngine(node.places, "one") as engine:
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         wait_status(node, lambda status: status["tiers"]["disk"]["records"] == 3)
     return node
 

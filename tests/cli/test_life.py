@@ -115,7 +115,7 @@ def test_serve_runs_until_ctrl_c(new_node: StartNode, runtime_dir: Path) -> None
         assert f"serves at {node.places.socket}, host memory up to 64 MiB" in first
         assert "64 MiB of host memory are little" in child.stderr.readline()
         with FakeEngine(node.places, "one") as engine:
-            engine.store(TOKENS)
+            engine.keep(TOKENS)
             assert engine.load(TOKENS) == Loaded(10, 10)
         settings = {one["name"]: one for one in node.status()["node"]["settings"]}
         assert settings["linger_s"]["value"].startswith("never")

@@ -99,8 +99,7 @@ def test_more_than_memory_holds_is_still_hit(new_node: StartNode, disk_path: Pat
     prompts = [make_tokens(16 * 64, seed=seed) for seed in range(12)]  # 4 MiB each
     with FakeEngine(node.places, "one") as engine:
         for tokens in prompts:
-            while set(engine.store(tokens).outcomes) != {"held"}:
-                pass  # what memory that was still on its way had no room for
+            engine.keep(tokens)
             wait_status(node, lambda status: not status["tiers"]["disk"]["queued_bytes"])
         for tokens in prompts:
             assert engine.load(tokens) == Loaded(64, 64), node.status()["counts"]
@@ -114,7 +113,7 @@ def test_bytes_that_were_damaged_are_a_miss(new_node: StartNode, disk_path: Path
     """And what lies before them is still a hit."""
     node = disk_node(new_node, disk_path)
     with FakeEngine(node.places, "one") as engine:
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         wait_written(node, 3)
     node.end()
     segment = max(disk_path.rglob("*.segment"), key=lambda path: path.stat().st_size)
@@ -151,7 +150,7 @@ def test_a_second_node_on_one_disk_serves_from_memory(
 def test_status_tells_of_the_disk(new_node: StartNode, disk_path: Path) -> None:
     node = disk_node(new_node, disk_path)
     with FakeEngine(node.places, "one") as engine:
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         wait_written(node, 3)
     disk = node.status()["tiers"]["disk"]
     assert disk["state"] == "on"
@@ -171,7 +170,7 @@ def test_status_tells_of_what_a_disk_gives(new_node: StartNode, disk_path: Path)
     """Loads, the share of questions that found something, and what is wrong with it."""
     node = disk_node(new_node, disk_path)
     with FakeEngine(node.places, "one") as engine:
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         wait_written(node, 3)
     node.end()
     node = disk_node(new_node, disk_path)

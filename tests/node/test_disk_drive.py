@@ -82,12 +82,6 @@ def drive(tmp_path: Path) -> Iterator[Drive]:
         made.close()
 
 
-def keep(engine: FakeEngine, tokens: list[int]) -> None:
-    """Store a prompt, and what memory that was still on its way had no room for, too."""
-    while set(engine.store(tokens).outcomes) != {"held"}:
-        pass
-
-
 def state_of(node: NodeProcess) -> str:
     state: str = node.status()["tiers"]["disk"]["state"]
     return state
@@ -115,14 +109,14 @@ def test_a_drive_that_fails_below_a_node_costs_its_engine_nothing_and_heals(
     fresh = (make_tokens(16 * BLOCKS, seed=seed) for seed in itertools.count(100))
     with FakeEngine(node.places, "one") as engine:
         for tokens in PROMPTS:
-            keep(engine, tokens)
+            engine.keep(tokens)
             wait_status(node, lambda status: not status["tiers"]["disk"]["queued_bytes"])
         assert complaints(node) == []
         drive.fail(way)
 
         while state_of(node) == "on":
             tokens = next(fresh)
-            keep(engine, tokens)
+            engine.keep(tokens)
             assert engine.load(tokens) == WHOLE, "from host memory"
             if way == "gone":
                 found = engine.load(PROMPTS[1])
@@ -141,7 +135,7 @@ def test_a_drive_that_fails_below_a_node_costs_its_engine_nothing_and_heals(
         stored = node.status()["counts"]["tier_stores.disk.stored"]
         assert engine.load(PROMPTS[2]) == WHOLE
         assert node.status()["counts"]["tier_loads.disk.loaded"] >= before + BLOCKS // 4
-        keep(engine, next(fresh))
+        engine.keep(next(fresh))
         wait_status(
             node,
             lambda status: status["counts"]["tier_stores.disk.stored"] >= stored + BLOCKS // 4,

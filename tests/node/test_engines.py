@@ -86,7 +86,7 @@ def test_stored_by_one_engine_and_loaded_by_another(
 
 def test_numbers_add_up_in_the_middle_of_everything(running_node: NodeProcess) -> None:
     with FakeEngine(running_node.places, "one") as engine:
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         match = engine.match(TOKENS)
         engine.scheduler.link.send(m.LoadBegin(match.lease))
         engine.match(TOKENS)
@@ -119,7 +119,7 @@ def test_killed_worker_gives_its_cells_back(running_node: NodeProcess) -> None:
     """SIGKILL in the middle of a copy: what it wrote is never seen, its cells are free again."""
     engine = FakeEngine(running_node.places, "one", TWO_SHARDS, worker_processes=True).start()
     try:
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         wait_status(running_node, lambda status: open_bytes(status) >= 2 * MiB)
         before = running_node.status()["host"]["free_bytes"]
         other = make_tokens(128, seed=2)
@@ -182,7 +182,7 @@ def test_killed_engine_is_forgotten_and_its_counts_stay(running_node: NodeProces
 
 def test_death_of_the_node_is_told_and_memory_let_go(running_node: NodeProcess) -> None:
     with FakeEngine(running_node.places, "one") as engine:
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         worker = engine.workers[0]
         assert isinstance(worker, FakeWorker)
         assert worker.open_regions
@@ -193,14 +193,14 @@ def test_death_of_the_node_is_told_and_memory_let_go(running_node: NodeProcess) 
         running_node.start()
         engine.wait_serving()
         assert engine.load(TOKENS) == Loaded(0, 0), "it starts empty"
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         assert engine.load(TOKENS) == Loaded(10, 10)
 
 
 def test_memory_is_let_go_after_kvtide_stop(running_node: NodeProcess) -> None:
     """The user wants the memory back: engines live on, but must not hold what the node freed."""
     with FakeEngine(running_node.places, "one") as engine:
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         worker = engine.workers[0]
         assert isinstance(worker, FakeWorker)
         assert worker.open_regions
@@ -231,8 +231,9 @@ def test_room_moves_to_a_second_layout_until_it_has_about_half(new_node: StartNo
         assert 0.45 <= share(node, layouts["two"]) <= 0.55, status["host"]
         assert status["evicted"]["moved"] > 0
         check_sums(status)
+        two.keep(make_tokens(64, seed))
         assert two.load(make_tokens(64, seed)) == Loaded(4, 4)
-        one.store(TOKENS)
+        one.keep(TOKENS)
         assert one.load(TOKENS) == Loaded(10, 10)
         ask(node.places, "check")
 
@@ -241,7 +242,7 @@ def fill(node: NodeProcess, engine: FakeEngine) -> None:
     """Store until the layout has all the room there is."""
     until_s = time.monotonic() + 30
     for seed in itertools.count():
-        engine.store(make_tokens(64, seed))
+        engine.keep(make_tokens(64, seed))
         host = node.status()["host"]
         if host["allocated_bytes"] > 0.9 * host["size_bytes"]:
             return
@@ -270,7 +271,7 @@ def test_what_keeps_two_engines_from_sharing_is_named(running_node: NodeProcess)
 
 def test_salts_and_keys_never_appear(running_node: NodeProcess) -> None:
     with FakeEngine(running_node.places, "one") as engine:
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         said = str(running_node.status()) + running_node.log()
         for chunk in engine.digests(TOKENS):
             for digest in chunk:
@@ -305,7 +306,7 @@ def test_an_engine_that_says_good_bye_is_gone_though_its_process_lives(
     """As in a notebook: nothing of it is left, and a node without engines may end."""
     engine = FakeEngine(running_node.places, "notebook").start()
     tokens = make_tokens(64, 1)
-    engine.store(tokens)
+    engine.keep(tokens)
     engine.close()
     status = wait_status(running_node, lambda status: not status["engines"])
     assert status["entries"]["chunks"] == 1, "what it stored is kept"

@@ -208,7 +208,7 @@ def test_taken_port_is_one_warning(new_node: StartNode) -> None:
         node.start()
         tokens = make_tokens(64, seed=1)
         with FakeEngine(node.places, "one") as engine:
-            engine.store(tokens)
+            engine.keep(tokens)
             assert engine.load(tokens).verified == 4
         warnings = [line for line in node.log().splitlines() if "WARNING" in line]
         assert len(warnings) == 1
@@ -278,7 +278,7 @@ def test_metrics_are_what_prometheus_reads_and_agree_with_status(
     for taken_s in (1e-5, 0.002, 7.0):
         counters.observe_s("lookup", taken_s)
     with FakeEngine(node.places, "one") as engine:
-        engine.store(tokens)
+        engine.keep(tokens)
         engine.load(tokens)
         engine.scheduler.link.send(m.Counts(counters.take()))
         status = wait_count(node, "tokens.computed")

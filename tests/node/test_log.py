@@ -76,7 +76,7 @@ def test_full_disk_costs_only_the_log(full_disk: Path) -> None:
     node.start()
     tokens = make_tokens(256, seed=1)
     with FakeEngine(node.places, "one") as engine:
-        engine.store(tokens)
+        engine.keep(tokens)
         assert engine.load(tokens) == Loaded(16, 16)
     assert node.log() == ""
     assert node.status()["host"]["grants"] == 0

@@ -172,7 +172,7 @@ def test_grows_until_its_group_is_full_and_evicts_then(new_node: StartNode) -> N
         with FakeEngine(node.places, "one", SHAPE) as engine:
             fill(engine, 2 * GROUP_BYTES // CHUNK_BYTES)
             last = 2 * GROUP_BYTES // CHUNK_BYTES
-            engine.store(tokens_of(last))
+            engine.keep(tokens_of(last))
             assert engine.load(tokens_of(last)) == Loaded(4, 4)
             host = node.status()["host"]
             assert group.used_bytes <= GROUP_BYTES

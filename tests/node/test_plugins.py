@@ -187,7 +187,7 @@ def test_a_fault_in_another_package_costs_its_tier_and_not_the_node(
     node = new_node(tiers=tiers)
     node.start()
     with FakeEngine(node.places, "one") as engine:
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         wait_status(node, lambda status: status["tiers"]["lite"]["records"] == 3)
         node.end()
     node = new_node(tiers=tiers)
@@ -198,7 +198,7 @@ def test_a_fault_in_another_package_costs_its_tier_and_not_the_node(
         status = node.status()
         assert "ZeroDivisionError" in status["tiers"]["lite"]["state"]
         assert status["host"]["storing_bytes"], "still lent to the tier"
-        engine.store(OTHER_TOKENS)
+        engine.keep(OTHER_TOKENS)
         assert engine.load(OTHER_TOKENS) == Loaded(10, 10)
         assert ask(node.places, "check")["entries"]
     assert node.status()["node"]["pid"] == pid

@@ -106,7 +106,7 @@ def test_page_that_cannot_be_made_costs_the_page(new_node: StartNode) -> None:
         runtime.status = status
     """
     with broken_node(node, patch), FakeEngine(node.places, "one") as engine:
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         with pytest.raises(NodeError, match="cannot answer this: ZeroDivisionError"):
             node.status()
         assert engine.load(TOKENS) == Loaded(8, 8)
@@ -128,7 +128,7 @@ def test_memory_that_cannot_be_watched_is_one_warning(new_node: StartNode) -> No
         comm = Path(f"/proc/{child.pid}/comm")
         wait_until(lambda: comm.read_text(encoding="ascii") == "watched\n", "nobody looks")
         wait_until(lambda: node.status()["node"]["uptime_s"] >= 3, "it has ended")
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         assert engine.load(TOKENS) == Loaded(8, 8)
     assert node.log().count("the memory around the node cannot be watched: a strange /proc") == 1
 
@@ -186,7 +186,7 @@ def test_frees_its_memory_within_the_time_it_has_to_stop(new_node: StartNode) ->
         os._exit(code)
     """
     with broken_node(node, patch) as child, FakeEngine(node.places, "one") as engine:
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         child.terminate()
         assert child.wait(8) == 0
     assert "memory is still being freed after 0.5 s" in node.log()

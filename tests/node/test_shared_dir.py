@@ -65,7 +65,7 @@ def test_a_node_that_was_killed_has_its_folder_again(
     """And what it stored is a hit on the other in between."""
     with node_of(runtime_dir, "a", shared) as here, node_of(runtime_dir, "b", shared) as there:
         with FakeEngine(here.places, "one") as engine:
-            engine.store(TOKENS)
+            engine.keep(TOKENS)
             wait_written(here, "shared_dir", 3)
             here.kill()
         wait_written(there, "shared_dir", 3)
@@ -89,7 +89,7 @@ def test_what_comes_from_the_farther_tier_is_kept_by_the_nearer_one(
     ]
     with node_of(runtime_dir, "a", shared) as here:
         with FakeEngine(here.places, "one") as engine:
-            engine.store(TOKENS)
+            engine.keep(TOKENS)
             wait_written(here, "shared_dir", 3)
         with node_of(runtime_dir, "b", *disks, shared) as there:
             with FakeEngine(there.places, "two") as engine:
@@ -108,7 +108,7 @@ def test_what_comes_from_the_farther_tier_is_kept_by_the_nearer_one(
 def test_a_clear_is_this_nodes_alone(runtime_dir: Path, shared: dict[str, object]) -> None:
     with node_of(runtime_dir, "a", shared) as here, node_of(runtime_dir, "b", shared) as there:
         with FakeEngine(here.places, "one") as engine:
-            engine.store(TOKENS)
+            engine.keep(TOKENS)
             wait_written(here, "shared_dir", 3)
         wait_written(there, "shared_dir", 3)
         ask(there.places, "clear")

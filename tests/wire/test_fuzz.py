@@ -198,7 +198,7 @@ def test_ten_thousand_frames_cost_their_connections_only(
     node, pid = running_node, running_node.pid
     fuzz = Fuzz(SEED)
     with FakeEngine(node.places, "one") as engine:
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         before = descriptor_count(pid)
         resident = node.resident_bytes()
         for number in range(CONNECTIONS):
@@ -210,7 +210,7 @@ def test_ten_thousand_frames_cost_their_connections_only(
             if number % 500 == 0:
                 found = engine.load(TOKENS)
                 assert found.blocks == found.verified, f"connection {number} of seed {SEED}"
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         assert engine.load(TOKENS) == Loaded(16, 16)
         assert ask(node.places, "check")["entries"] >= 4
         assert node.pid == pid
@@ -245,10 +245,10 @@ def test_strange_messages_of_an_engine_that_is_on(running_node: NodeProcess) -> 
     kinds += (m.LoadBegin, m.LoadEnd, m.LeaseRelease, m.RegionFailed, m.Counts, m.Identity)
     examples = [x for x in EXAMPLES if isinstance(x, kinds)]
     with FakeEngine(node.places, "one") as sane:
-        sane.store(TOKENS)
+        sane.keep(TOKENS)
         for round_number in range(20):
             with FakeEngine(node.places, f"mad{round_number}") as mad:
-                mad.store(make_tokens(128, seed=2))
+                mad.keep(make_tokens(128, seed=2))
                 offered = mad.offer(make_tokens(64, seed=100 + round_number))
                 links = [mad.scheduler.link, *(worker.link for worker in mad.workers)]
                 for _ in range(50):

@@ -52,7 +52,7 @@ def test_peer_that_never_reads_loses_its_connection_only(running_node: NodeProce
     """It asks and asks; its answers fill its queue, a bounded one, and then it is out."""
     pings = encode(m.Ping()) * 50_000
     with FakeEngine(running_node.places, "one") as engine:
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         with RawPeer(running_node.places) as peer, suppress(ConnectionError):
             while True:
                 peer.sock.sendall(pings)
@@ -338,7 +338,7 @@ def test_facts_too_large_for_one_frame_cost_their_engine_only(running_node: Node
                 assert isinstance(peer.receive(), m.Welcome)
             assert scheduler.is_closed()
             assert first.is_alive()
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         assert engine.load(TOKENS) == Loaded(8, 8)
     assert "a Workers of" in running_node.log()
 
@@ -352,7 +352,7 @@ def test_facts_too_deep_to_be_passed_on_cost_their_engine_only(running_node: Nod
             scheduler.hello(scheduler_hello("raw"))
             worker.hello(worker_hello("raw", facts={"x": deep}))
             assert isinstance(worker.receive(), m.Welcome)
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         assert engine.load(TOKENS) == Loaded(8, 8)
 
 
@@ -400,7 +400,7 @@ def test_node_without_descriptors_left_neither_spins_nor_fills_its_log(
         time.sleep(2.2)
         assert cpu_ticks(node.pid) - before < 100, "it spins"
         assert node.log().count("could not be accepted") <= 5
-        engine.store(TOKENS)
+        engine.keep(TOKENS)
         assert engine.load(TOKENS) == Loaded(8, 8)
         for sock in peers:
             sock.close()

@@ -5,7 +5,8 @@ killed, each in its own. It stores the content that its token ids name, finds it
 and verifies every byte and generation:
 
     engine = FakeEngine(places, "one").start()
-    engine.store(tokens)                      # offered, granted, copied, answered
+    engine.store(tokens)                      # offered, granted, copied, answered: once
+    engine.keep(tokens)                       # the same, until all of it is held
     engine.load(tokens) == Loaded(4, 4)       # looked up, protected, copied, verified, released
 
     python -m kvtide.testing.fake_engine RUNTIME_DIR ENGINE_ID [TOKENS SEED]
@@ -32,6 +33,7 @@ import kvtide
 from kvtide.core import keys
 from kvtide.core import messages as m
 from kvtide.core.chain import Chain
+from kvtide.core.lending import HELD
 from kvtide.core.messages import Run
 from kvtide.core.reasons import DropReason
 from kvtide.testing.fake_worker import CLOSE_S_MAX, WAIT_S_MAX, FakeWorker, WorkerProcess
@@ -303,6 +305,12 @@ class FakeEngine:
             self.wait_stored(tokens)
         return Stored(answer.outcomes, written)
 
+    def keep(self, tokens: Sequence[int]) -> None:
+        """Store until all of it is held: what found no room is offered again."""
+        until_s = time.monotonic() + WAIT_S_MAX
+        while (outcomes := set(self.store(tokens).outcomes)) != {HELD}:
+            assert time.monotonic() < until_s, f"it is never held: {sorted(outcomes)}"
+
     def wait_stored(self, tokens: Sequence[int]) -> None:
         """Wait until no chunk of the prompt is being stored."""
         until_s = time.monotonic() + WAIT_S_MAX
@@ -392,7 +400,7 @@ def main(arguments: Sequence[str]) -> int:
     with FakeEngine(Places(Path(runtime_dir)), engine_id) as engine:
         if content:
             token_count, seed = map(int, content)
-            engine.store(make_tokens(token_count, seed))
+            engine.keep(make_tokens(token_count, seed))
             engine.scheduler.link.send(m.Counts({"tokens.computed": token_count}))
         print("ready", flush=True)
         sys.stdin.read()
