@@ -14,6 +14,7 @@ import pytest
 
 from kvtide.core import messages as m
 from kvtide.testing.node_process import NodeProcess
+from kvtide.wire import channel
 from kvtide.wire import link as link_module
 from kvtide.wire.breaker import SILENT_PINGS_MAX, SILENT_QUESTIONS_MAX
 from kvtide.wire.command import ask
@@ -210,7 +211,7 @@ def test_send_never_waits_and_is_bounded_while_the_node_is_stopped(
         began_s = time.monotonic()
         taken += link.send(message)
         slowest_s = max(slowest_s, time.monotonic() - began_s)
-    assert taken <= link_module.OUTBOX_BYTES_MAX >> 20
+    assert taken <= channel.OUTBOX_BYTES_MAX >> 20
     assert taken > 5
     assert slowest_s < NEVER_BLOCKS_S
     running_node.signal(signal.SIGCONT)

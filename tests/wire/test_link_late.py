@@ -2,9 +2,12 @@
 
 import os
 import socket
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,10 +15,17 @@ import pytest
 
 from kvtide.core import messages as m
 from kvtide.testing.node_process import NodeProcess
+from kvtide.wire import link as link_module
 from kvtide.wire.frames import encode
 from kvtide.wire.link import Link
 from kvtide.wire.places import Places
 from tests.wire.link_owner import WAIT_S_MAX, MakeLink, Owner, wait_until
+
+
+@pytest.fixture(autouse=True)
+def quick_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits a second for each pulse."""
+    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.1)
 
 
 class Standing(Owner):
@@ -75,8 +85,11 @@ class Scene(NamedTuple):
 
 
 @contextmanager
-def standing(places: Places, make_link: MakeLink) -> Iterator[Scene]:
-    """Inside, the link's thread stands still, unless it is told to go on."""
+def standing(places: Places, make_link: MakeLink, node_pidfd: int = -1) -> Iterator[Scene]:
+    """Inside, the link's thread stands still, unless it is told to go on.
+
+    The node is this process, or the one of the pidfd, which is closed.
+    """
     owner = Standing()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(places.socket))
@@ -84,7 +97,7 @@ def standing(places: Places, make_link: MakeLink) -> Iterator[Scene]:
         link = make_link(owner, places)
         sock, _ = listener.accept()
     with sock:
-        pidfd = os.pidfd_open(os.getpid())
+        pidfd = node_pidfd if node_pidfd >= 0 else os.pidfd_open(os.getpid())
         socket.send_fds(sock, [encode(m.Welcome(1, b"node", os.getpid(), 1), 1)], [pidfd])
         os.close(pidfd)
         owner.wait("pulse")
@@ -136,3 +149,96 @@ def test_end_of_a_connection_that_a_reader_meets_is_left_to_the_links_thread(
         assert owner.wait("down") == [False]
     link.close(5)
     assert not taker.has(2)
+
+
+def test_who_reads_answers_itself_does_not_wake_the_links_thread(
+    runtime_dir: Path, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the socket to itself while the link's thread sleeps: until its next pulse."""
+    match = m.Match(1, 0, 0, [], 0)
+    with standing(Places(runtime_dir), make_link) as (owner, link, sock):
+        taker = Taker(link, m.Match)
+        monkeypatch.setattr(link_module, "HEARTBEAT_S", 3600.0)
+        owner.may_go_on.set()
+        owner.wait("pulse", 2)  # the last one
+        link.leave_reading(True)
+        for number in range(1, 20):
+            sock.sendall(encode(match))
+            wait_until(partial(taker.has, number), "the answer was not read")
+        assert not owner.of("message"), "the link's thread was quicker"
+        link.leave_reading(False)
+        sock.sendall(encode(match))
+        assert owner.wait("message") == [match]
+
+
+def test_what_nobody_reads_is_read_at_the_next_pulse(
+    runtime_dir: Path, make_link: MakeLink
+) -> None:
+    """Whoever wanted to read it may have no time."""
+    with standing(Places(runtime_dir), make_link) as (owner, link, sock):
+        owner.may_go_on.set()
+        owner.wait("pulse", 2)
+        link.leave_reading(True)
+        sock.sendall(encode(m.Serving()))
+        assert owner.wait("message", timeout_s=5) == [m.Serving()]
+        owner.wait("pulse", 3)
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 20.0])
+def test_an_answer_is_waited_for_by_whoever_needs_it(
+    runtime_dir: Path, make_link: MakeLink, wait_s: float
+) -> None:
+    """What else comes is left to the link's thread; and the wait ends with the answer."""
+    match = m.Match(1, 0, 0, [], 0)
+    with standing(Places(runtime_dir), make_link) as (owner, link, sock):
+        taken: list[m.Message] = []
+
+        def take(message: m.Message) -> bool:
+            if isinstance(message, m.Match):
+                taken.append(message)
+            return isinstance(message, m.Match)
+
+        def say() -> None:
+            sock.sendall(encode(m.Serving()))
+            time.sleep(0.05)
+            sock.sendall(encode(match))
+
+        node = threading.Thread(target=say)
+        node.start()
+        began_s = time.monotonic()
+        assert link.read_now(take, wait_s)
+        took_s = time.monotonic() - began_s
+        node.join()
+        assert took_s < WAIT_S_MAX / 2
+        assert taken == ([match] if wait_s else [])
+        owner.may_go_on.set()
+        assert owner.wait("message")[0] == m.Serving()
+
+
+def test_a_dead_nodes_last_words_are_read_though_others_wanted_to(
+    runtime_dir: Path, make_link: MakeLink
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as node:
+        pidfd = os.pidfd_open(node.pid)
+        with standing(Places(runtime_dir), make_link, pidfd) as (owner, link, sock):
+            owner.may_go_on.set()
+            owner.wait("pulse", 2)
+            link.leave_reading(True)
+            sock.sendall(encode(m.Serving()))
+            node.kill()
+            assert owner.wait("message", timeout_s=5) == [m.Serving()]
+            assert owner.wait("down", timeout_s=5) == [True]
+
+
+def test_many_messages_go_out_in_one_piece(runtime_dir: Path, make_link: MakeLink) -> None:
+    """The node wakes once for all; what the outbox has no room for is not sent, and said."""
+    with standing(Places(runtime_dir), make_link) as (_, link, sock):
+        answers = [m.Stored(number, True) for number in range(50)]
+        sock.setblocking(False)
+        with suppress(BlockingIOError):
+            while sock.recv(1 << 20):  # the hello, and a ping
+                pass
+        assert link.send_all(answers) == 50
+        assert sock.recv(1 << 20) == b"".join(map(encode, answers))
+        large = [m.Command("x" * (3 << 20)) for _ in range(8)]
+        assert 0 < link.send_all(large) < 8

@@ -12,6 +12,7 @@ checked before anything is allocated, decoding is typed and runs no code, and wh
 a `WireError` that costs the connection.
 """
 
+import itertools
 import os
 import socket
 import struct
@@ -34,6 +35,9 @@ RECEIVE_BYTES = 1 << 16
 """Taken from the socket at once: whoever sends much waits for the others in between."""
 FRAME_COST_BYTES = 256
 """What a waiting frame takes besides its bytes; else tiny frames would outgrow every bound."""
+
+FRAMES_A_CALL_MAX = 64
+"""Given to the kernel at once; it takes up to a thousand."""
 
 _HEAD = struct.Struct("<IBB")
 _LENGTH = struct.Struct("<I")
@@ -170,22 +174,29 @@ class Outbox:
     def flush(self, sock: socket.socket) -> None:
         """Send what the socket takes without waiting. Raises OSError when the peer is gone."""
         while self._frames:
-            rest, descriptors = self._frames[0]
             try:
-                if descriptors:
-                    sent = socket.send_fds(sock, [rest], descriptors)
-                else:
-                    sent = sock.send(rest)
+                if self._frames[0][1]:
+                    sent = socket.send_fds(sock, [self._frames[0][0]], self._frames[0][1])
+                else:  # all at once, so that the peer wakes once
+                    sent = sock.sendmsg(self._plain_frames())
             except BlockingIOError:
                 return
-            for number in descriptors:
-                os.close(number)
             self._waiting_bytes -= sent
-            if sent == len(rest):
-                self._frames.popleft()
+            while sent:
+                frame, descriptors = self._frames.popleft()
+                for number in descriptors:
+                    os.close(number)
+                if sent < len(frame):
+                    self._frames.appendleft((frame[sent:], []))
+                    break
+                sent -= len(frame)
                 self._waiting_bytes -= FRAME_COST_BYTES
-            else:
-                self._frames[0] = (rest[sent:], [])
+
+    def _plain_frames(self) -> list[memoryview]:
+        """The first frames, up to one that carries descriptors."""
+        first = itertools.islice(self._frames, FRAMES_A_CALL_MAX)
+        plain = itertools.takewhile(lambda queued: not queued[1], first)
+        return [frame for frame, _ in plain]
 
     def close(self) -> None:
         """Drop everything that waits."""

@@ -11,20 +11,14 @@ callbacks on the link's thread.
 A node that is stopped or slow is told from one that is dead: death is seen through its pidfd,
 slowness through silence, which opens the *breaker*: `is_usable` is False then.
 
-The link's thread may be late: its engine computes, on processors that have no time for anybody
-else. So a thread that needs an answer now may read the socket itself (`read_now`), where that
-takes no waiting.
-
 A connection may end long before the process behind it does: a node closes its sockets first and
 frees its memory then. So the pidfd is watched after the connection has ended, and the owner is
 told when the death is proven; until then, for as long as a node may take to end, none is called
 absent.
 
 Ownership
-    socket, state of the connection           the link's thread
-    reader, what others have left for it      under `_reading`, for which only the link's thread
-                                              waits; held while what was read is handed over
-    outbox, descriptor that wakes the thread  any thread, under `_lock`; flushed without waiting
+    state of the connection     the link's thread
+    socket, what is on its way  `Channel`, for any thread
 """
 
 import contextlib
@@ -34,8 +28,7 @@ import select
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -44,13 +37,12 @@ from kvtide.core.messages import Bye, Message, Ping, Pong, Refused, Stopping, We
 from kvtide.errors import WireError
 from kvtide.processors import leave_binding
 from kvtide.wire.breaker import Breaker
-from kvtide.wire.frames import FrameReader, Outbox, encode, receive
+from kvtide.wire.channel import Channel
+from kvtide.wire.frames import FrameReader, encode, receive
 from kvtide.wire.peer import check_own
 
 logger = logging.getLogger("kvtide.wire")
 
-OUTBOX_BYTES_MAX = 16 << 20
-"""Of one engine's process, to a node that does not read: what does not fit is not sent."""
 SEEK_S = 0.1
 """How often a process looks for the socket at first."""
 RETRY_S_MAX = 5.0
@@ -108,21 +100,14 @@ class Link:
     def __init__(self, socket_path: Path, owner: LinkOwner, name: str) -> None:
         self._path = str(socket_path)
         self._owner = owner
-        self._lock = threading.Lock()
-        self._outbox = Outbox(OUTBOX_BYTES_MAX)
-        self._sock: socket.socket | None = None
-        self._is_up = False
         self._stop = threading.Event()
         self._owes_bye = False
         """The node knows of us, and has not been told good-bye."""
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._node_pidfd = -1
         self._node_left_s = 0.0
         self._breaker = Breaker()
-        self._reading = threading.Lock()
-        self._reader: FrameReader | None = None
-        self._left: deque[tuple[Message, list[int]]] = deque()
+        self._channel = Channel(self._breaker.heard)
         self._fault = ""  # the one that was said last
         self.fault_count = 0
         """Sessions that ended, or never began, by a fault on our side."""
@@ -137,47 +122,30 @@ class Link:
     @property
     def is_usable(self) -> bool:
         """Connected, and the node answers."""
-        return self._is_up and not self._breaker.is_open
+        return self._channel.is_open and not self._breaker.is_open
 
     def send(self, message: Message) -> bool:
         """Send without waiting; False where it cannot be sent: no connection, or no room."""
-        try:
-            frame = encode(message)
-        except WireError as error:
-            logger.warning("kvtide: not sent: %s", error)
-            return False
-        with self._lock:
-            if self._sock is None or not self._is_up or not self._outbox.add(frame, []):
-                return False
-            if self._flush():
-                self._wake()
-        return True
+        return self.send_all([message]) == 1
+
+    def send_all(self, messages: Sequence[Message]) -> int:
+        """Send in one piece, which wakes the node once; how many, from the first, can be sent."""
+        return self._channel.send_all(messages)
+
+    def leave_reading(self, is_left: bool) -> None:
+        """Say whether the caller's thread reads what comes next, by `read_now`, and soon.
+
+        Until the next pulse at most: it may have no time.
+        """
+        self._channel.leave_reading(is_left)
+
+    def read_now(self, take: Callable[[Message], bool], wait_s: float = 0.0) -> bool:
+        """Read answers in the caller's thread; see `Channel.read_now`."""
+        return self._channel.read_now(take, wait_s)
 
     def note_silence(self) -> None:
         """A question was not answered in time."""
         self._breaker.question_is_silent()
-
-    def read_now(self, take: Callable[[Message], bool]) -> None:
-        """Read what has come, without waiting; nothing where the link's thread is at it just now.
-
-        `take` says of each message whether it was for the caller; the others are left to the
-        link's thread, and so is the end of the connection.
-        """
-        if not self._reading.acquire(blocking=False):
-            return
-        try:
-            if self._sock is None or self._reader is None:
-                return
-            # The link's thread meets the same fault, and ends the connection.
-            with contextlib.suppress(OSError, WireError):
-                for message, own in self._arrived(self._sock, self._reader):
-                    if own or not take(message):
-                        self._left.append((message, own))
-            if self._left:
-                with self._lock:
-                    self._wake()
-        finally:
-            self._reading.release()
 
     def close(self, timeout_s: float) -> None:
         """Say good-bye and end the thread; calling it again does nothing.
@@ -186,29 +154,11 @@ class Link:
         process may live on, and what it was lent must not stay lent.
         """
         self._stop.set()
-        with self._lock:
-            self._wake()
+        self._channel.wake()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
-        with self._lock:
-            if self._wake_fd >= 0 and not self._thread.is_alive():
-                os.close(self._wake_fd)
-                self._wake_fd = -1
-
-    def _wake(self) -> None:
-        """Under the lock: have the thread look around."""
-        if self._wake_fd >= 0:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_write(self._wake_fd, 1)
-
-    def _flush(self) -> bool:
-        """Under the lock: give the socket what it takes; whether something is left."""
-        assert self._sock is not None
-        try:
-            self._outbox.flush(self._sock)
-        except OSError:
-            return False  # the link's thread sees the end of the stream
-        return bool(self._outbox)
+        if not self._thread.is_alive():
+            self._channel.close()
 
     # ---- the link's thread
 
@@ -289,7 +239,7 @@ class Link:
         except Exception as error:
             self._note_fault(error)
         finally:
-            self._end(sock, reader)
+            self._channel.end(sock, reader)
             if was_up and self._owes_bye:
                 self._ended()
         return "up" if was_up else "lost"
@@ -313,14 +263,14 @@ class Link:
         finally:
             os.close(own_pidfd)
         poll = select.poll()
-        poll.register(self._wake_fd, select.POLLIN)
+        poll.register(self._channel.wake_fd, select.POLLIN)
         poll.register(sock, select.POLLIN)
         deadline_s = time.monotonic() + (FAREWELL_S_MAX if is_farewell else GREETING_S_MAX)
         while (left_s := deadline_s - time.monotonic()) > 0:
             if self._stop.is_set() and not is_farewell:
                 break
             if sock.fileno() not in dict(poll.poll(left_s * 1000)):
-                self._clear_wake()
+                self._channel.clear_wake()
                 continue
             data, descriptors = receive(sock)
             if not data:
@@ -338,45 +288,41 @@ class Link:
         self._node_pidfd = descriptors[0] if descriptors else -1
         self._breaker.heard()
         self.stopped_on_purpose = False
-        sock.setblocking(False)
         self._owes_bye = True
-        with self._lock:
-            self._sock = sock
-            self._is_up = True
+        self._channel.open(sock)
 
     def _serve(self, sock: socket.socket, reader: FrameReader) -> None:
         """Read until the connection ends; first what came together with the greeting."""
-        with self._reading:
-            self._reader = reader
-        poll = select.poll()
-        poll.register(self._wake_fd, select.POLLIN)
-        if self._node_pidfd >= 0:
-            poll.register(self._node_pidfd, select.POLLIN)
+        channel = self._channel
         next_ping = next_pulse = time.monotonic() + HEARTBEAT_S
-        while True:
-            self._take_all(reader.feed(b"", []))
-            if self._stop.is_set():
-                self._flush_bye(sock)
-                return
-            with self._lock:
-                wants_out = bool(self._outbox)
-            poll.register(sock, select.POLLIN | (select.POLLOUT if wants_out else 0))
-            pause_s = max(0.0, min(next_ping, next_pulse) - time.monotonic())
-            ready = dict(poll.poll(pause_s * 1000 + 1))
-            if self._wake_fd in ready:
-                self._clear_wake()
-            if ready.get(sock.fileno(), 0) & select.POLLOUT:
-                with self._lock:
-                    self._flush()
-            if ready.get(sock.fileno(), 0) & ~select.POLLOUT:
-                self._take_all(self._arrived(sock, reader))
-            elif self._node_pidfd in ready:
-                return  # dead, and everything it said has been read
-            if time.monotonic() >= next_ping:
-                next_ping = time.monotonic() + self._ping()
-            if time.monotonic() >= next_pulse:
-                next_pulse = time.monotonic() + HEARTBEAT_S
-                self._owner.on_pulse()
+        with channel.watched(sock, reader) as poll:
+            if self._node_pidfd >= 0:
+                poll.register(self._node_pidfd, select.EPOLLIN)
+            while True:
+                channel.take_left(self._take)
+                if self._stop.is_set():
+                    self._flush_bye(sock)
+                    return
+                channel.watch()
+                pause_s = max(0.0, min(next_ping, next_pulse) - time.monotonic())
+                ready = dict(poll.poll(pause_s + 0.001))
+                if channel.wake_fd in ready:
+                    channel.clear_wake()
+                if ready.get(sock.fileno(), 0) & select.EPOLLOUT:
+                    with contextlib.suppress(OSError):  # the end of the stream is read
+                        channel.flush()
+                if ready.get(sock.fileno(), 0) & ~select.EPOLLOUT:
+                    channel.take_arrived(self._take)
+                elif self._node_pidfd in ready:
+                    if not channel.is_left:
+                        return  # dead, and everything it said has been read
+                    channel.leave_reading(False)
+                if time.monotonic() >= next_ping:
+                    next_ping = time.monotonic() + self._ping()
+                if time.monotonic() >= next_pulse:
+                    next_pulse = time.monotonic() + HEARTBEAT_S
+                    channel.leave_reading(False)
+                    self._owner.on_pulse()
 
     def _say_farewell(self) -> None:
         """Where the connection was gone when the link was closed, come once more to say good-bye.
@@ -395,7 +341,7 @@ class Link:
             except (OSError, WireError) as error:
                 logger.debug("kvtide: the node was not told good-bye: %s", error)
             finally:
-                self._end(sock, reader)
+                self._channel.end(sock, reader)
 
     def _flush_bye(self, sock: socket.socket) -> None:
         """Good-bye, behind everything that is still to be sent; OSError where nobody hears it."""
@@ -405,45 +351,17 @@ class Link:
         is_queued = False
         while (left_s := deadline_s - time.monotonic()) > 0:
             is_queued = is_queued or self.send(Bye())
-            with self._lock:
-                self._outbox.flush(sock)
-                if is_queued and not self._outbox:
-                    self._owes_bye = False
-                    return
+            self._channel.flush()
+            if is_queued and self._channel.is_idle:
+                self._owes_bye = False
+                return
             poll.poll(left_s * 1000)
-
-    def _clear_wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
 
     def _ping(self) -> float:
         """Send a ping; seconds until the next one."""
-        with self._lock:
-            if not self._outbox:
-                self._outbox.add(encode(Ping()), [])
-                self._flush()
+        if self._channel.is_idle:
+            self.send(Ping())
         return self._breaker.pinged()
-
-    def _arrived(
-        self, sock: socket.socket, reader: FrameReader
-    ) -> Iterator[tuple[Message, list[int]]]:
-        """Under `_reading`: what the kernel has now. Raises OSError at the end of the stream."""
-        try:
-            data, descriptors = receive(sock)
-        except BlockingIOError:
-            return  # another thread was quicker
-        if not data:
-            raise ConnectionResetError("the node has closed it")
-        self._breaker.heard()
-        yield from reader.feed(data, descriptors)
-
-    def _take_all(self, arrived: Iterator[tuple[Message, list[int]]]) -> None:
-        """Hand over what other threads have left, then what arrives."""
-        with self._reading:
-            while self._left:
-                self._take(*self._left.popleft())
-            for message, own in arrived:
-                self._take(message, own)
 
     def _take(self, message: Message, descriptors: list[int]) -> None:
         if isinstance(message, Ping):
@@ -452,17 +370,6 @@ class Link:
             self.stopped_on_purpose = message.on_purpose
         elif not isinstance(message, Pong):
             self._owner.on_message(message, descriptors)
-
-    def _end(self, sock: socket.socket, reader: FrameReader) -> None:
-        with self._reading, self._lock:
-            self._is_up = False
-            self._sock = self._reader = None
-            self._outbox.close()
-            while self._left:
-                for descriptor in self._left.popleft()[1]:
-                    os.close(descriptor)
-            reader.close()
-            sock.close()
 
     def _ended(self) -> None:
         """A session is over: say so, and whether the node is over too."""

@@ -84,7 +84,7 @@ class Lookups:
             b"".join(chain.keys[:chunks]),
             chain.short_digests(chunks, blocks),
         )
-        if self._link.send(lookup):
+        if self._link.ask(lookup):
             tracker.question = Question(lookup.number, self._clock.now_ms(), time.monotonic())
             self._questions[lookup.number] = tracker
 
@@ -102,7 +102,7 @@ class Lookups:
             chain.parent(match.chunks),
             chain.short_digests(match.chunks, min(blocks, chain.blocks_per_chunk)),
         )
-        if not self._link.send(probe):
+        if not self._link.ask(probe):
             return False
         question.first = match
         question.number = probe.number

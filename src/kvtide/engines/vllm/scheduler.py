@@ -16,6 +16,7 @@ import contextlib
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +69,7 @@ class SchedulerSide:
         self._next_number = 1
         self._unreadable = ""  # what was said last of a request that has no name
         self.counters = Counters()
-        self._stats: dict[str, int] = {}
+        self._stats: Counter[str] = Counter()
         self._lookups = Lookups(
             session, self._number, self._register, self._take_in, clock, self.counters
         )
@@ -188,13 +189,11 @@ class SchedulerSide:
 
     # ---- what the node says
 
-    def _take_in(self, wait_s: float = 0.0) -> None:
+    def _take_in(self, wait_s: float | None = None) -> None:
         """Take in what the node has said; a new session voids what was asked before."""
         if self._link.session is not self._session:
             self._session_changed(self._link.session)
         self._void_wrong_loads()
-        if wait_s > 0:
-            self._link.read_now()
         for answer, arrived_ms in self._link.take_answers(wait_s):
             match answer:
                 case m.StoreAnswer():
@@ -314,9 +313,8 @@ class SchedulerSide:
 
     def build_plan(self, scheduler_output: Any) -> StepPlan:
         """What the workers do in this step."""
-        if self._lookups.is_asking or self._stores.is_asking:
-            self._link.read_now()  # once a step: else a late thread would turn answers into misses
-        self._take_in()
+        is_asking = self._lookups.is_asking or self._stores.is_asking
+        self._take_in(0.0 if is_asking else None)
         self._drop_what_changed()
         self._lookups.next_step()
         for request_id in scheduler_output.preempted_req_ids or ():
@@ -353,6 +351,8 @@ class SchedulerSide:
         token_count = scheduler_output.total_num_scheduled_tokens
         plan = StepPlan(has_forward=token_count > 0, token_count=token_count)
         self._stores.plan(plan)
+        # Of a lookup that has no answer by now, the time of its arrival counts.
+        self._link.leave_reading(self._stores.is_asking and not self._lookups.is_asking)
         self._count()
         plan.loads = self.take_new_loads()  # last: what fails before must not lose them
         return plan
@@ -369,15 +369,14 @@ class SchedulerSide:
 
     def take_stats(self) -> dict[str, int]:
         """Increments since the last call, for vLLM's own metrics."""
-        stats, self._stats = self._stats, {}
+        stats, self._stats = self._stats, Counter()
         return stats
 
     def _count(self) -> None:
         counts = self.counters.take()
         if counts:
             self._link.count(counts)
-            for name, increment in counts.items():
-                self._stats[name] = self._stats.get(name, 0) + increment
+            self._stats.update(counts)
 
     def _count_tokens(self, tracker: Tracker, computed_tokens: int) -> None:
         """Contract C19: a request counts when it is first scheduled after its last load."""

@@ -5,7 +5,7 @@
 
 Everything here runs on the link's thread and only hands over: `session` is replaced as a whole,
 answers go into a queue that the hooks drain. So the scheduler's thread never waits for the node,
-nor, since it reads answers itself where that takes no waiting, for the link's thread.
+nor, since it reads answers itself, for the link's thread.
 
 Ownership
     session, off          written by the link's thread, read by the scheduler's; whole objects
@@ -144,9 +144,14 @@ class EngineSession:
         """Send without waiting; False where it cannot be sent."""
         return self._link.send(message)
 
-    def read_now(self) -> None:
-        """Read the answers that have come, though the link's thread has not yet got to it."""
-        self._link.read_now(self._take_answer)
+    def ask(self, question: m.Lookup | m.Probe | m.StoreOffer) -> bool:
+        """Send a question, whose answer the engine's next step reads; False where that fails."""
+        self._link.leave_reading(True)
+        return self._link.send(question)
+
+    def leave_reading(self, is_left: bool) -> None:
+        """Whether the next step reads what comes; else the link's thread does."""
+        self._link.leave_reading(is_left)
 
     def _take_answer(self, message: m.Message) -> bool:
         """Take an answer in; False for anything else."""
@@ -155,13 +160,14 @@ class EngineSession:
         self._answered(message)
         return True
 
-    def take_answers(self, wait_s: float = 0.0) -> list[tuple[Answer, int]]:
-        """What the node has answered, with the time (ms) when it came.
+    def take_answers(self, wait_s: float | None) -> list[tuple[Answer, int]]:
+        """What the node has answered, with the time (ms) when it was read.
 
-        Waits at most so long for the first.
+        Waits at most so long for the first; None takes what has been read before.
         """
+        is_read = wait_s is None or self._answers or self._link.read_now(self._take_answer, wait_s)
         with self._arrived:
-            if wait_s > 0 and not self._answers:
+            if not is_read and not self._answers:  # the link's thread is at it
                 self._arrived.wait(wait_s)
             answers = list(self._answers)
             self._answers.clear()
@@ -180,6 +186,7 @@ class EngineSession:
             self._answers = deque(one for one in self._answers if one[0].number != number)
             if all(isinstance(answer, m.Pending) for answer in early):
                 self._abandoned.add(number)
+        self._link.leave_reading(False)
         for answer in early:
             self._give_back(answer)
 

@@ -215,7 +215,7 @@ class Stores:
         offer = store.offer(number, horizon_tokens, with_tail=with_tail, now_ms=now_ms)
         if offer is None:
             return
-        if self._register(root) and self._link.send(offer):
+        if self._register(root) and self._link.ask(offer):
             self._asking[number] = store
         else:
             store.withdraw()

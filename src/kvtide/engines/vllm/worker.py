@@ -240,40 +240,37 @@ class WorkerSide:
         if not jobs or not self._is_writer:
             return
         started_s = time.monotonic()
-        for job in jobs:
-            self._store(job)
+        self._answer([m.Stored(job.grant, self._store(job)) for job in jobs])
         self.counters.observe_s("store", time.monotonic() - started_s)
 
-    def _store(self, job: StoreJob) -> None:
+    def _store(self, job: StoreJob) -> bool:
+        """Copy the blocks of a grant; whether all of it is there."""
         with self._lock:
             self._held.add(job.grant)
             is_ours = self._connection == job.connections[self._facts.shard_index]
         if not is_ours:
             # A connection before ours: the node has taken it back, and ignores this. One that the
             # node has taken, and our link's thread not yet: only our word ends the grant.
-            self._answer(m.Stored(job.grant, False))
-            return
-        is_ok = False
+            return False
         try:
             with self._regions.using({job.run.region}) as regions:
                 known, failed = _split(job.block_ids, [job.run], regions)
                 if not failed:
                     self._mover.store([block for block, _ in known], [cell for _, cell in known])
-                    is_ok = True
                 del known
         except Exception:
             logger.exception("kvtide: a store failed; the engine goes on")
-        self._answer(m.Stored(job.grant, is_ok))
-        if is_ok:
+            return False
+        if not failed:
             self.counters.add("stored_bytes", len(job.block_ids) * self._mover.payload_bytes)
+        return not failed
 
-    def _answer(self, stored: m.Stored) -> None:
-        """Say that a grant is answered; until that is sent it stays held, for hellos to name."""
+    def _answer(self, answers: Sequence[m.Stored]) -> None:
+        """Say that grants are answered; until that is sent they stay held, for hellos to name."""
         with self._lock:
-            if self._connection is not None and self._link.send(stored):
-                self._held.discard(stored.grant)
-            else:
-                self._unsent.append(stored)
+            sent = self._link.send_all(answers) if self._connection is not None else 0
+            self._held.difference_update(answer.grant for answer in answers[:sent])
+            self._unsent.extend(answers[sent:])
 
     # ---- the link, on its thread
 
@@ -315,8 +312,7 @@ class WorkerSide:
             if is_another:  # a node takes nothing from the grants of one before it
                 self._held.difference_update(answer.grant for answer in answers)
                 return
-        for answer in answers:
-            self._answer(answer)
+        self._answer(answers)
 
     def on_message(self, message: m.Message, descriptors: list[int]) -> None:
         """Regions come and go."""

@@ -11,6 +11,7 @@ from tests.engines.vllm.connector.toys import (
     Toys,
     accounts,
     assert_right,
+    has_answer,
     own_hit,
     scheduler_of,
     tokens,
@@ -50,7 +51,7 @@ def lookup_is_answered(engine: ToyEngine, request_id: str) -> None:
 
 def answer_is_there(engine: ToyEngine) -> None:
     """Wait for the node's word, without taking it in."""
-    until("the node has answered", lambda: len(scheduler_of(engine)._link._answers) > 0)
+    until("the node has answered", lambda: has_answer(engine))
 
 
 def found_right(toys: Toys, engine: ToyEngine, prompt: list[int]) -> int:

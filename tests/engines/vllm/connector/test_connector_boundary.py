@@ -130,7 +130,7 @@ def test_an_error_while_a_message_is_sent(alone: Toys, kind: type) -> None:
     """In the middle of a hook: a load that was half planned fails, once."""
     engine = alone.start(OPTIONS)
     held = stored(alone, engine, 70)
-    link = scheduler_of(engine)._link
+    link = scheduler_of(engine)._link._link
     send, broken = link.send, []
 
     def fail(message: Any) -> bool:

@@ -190,7 +190,7 @@ def test_cut_off_before_a_hook(toys: Toys, at: int, is_async: bool) -> None:
     def cut() -> None:
         nonlocal after
         before = session(engine)
-        scheduler_of(engine)._link._link._sock.shutdown(socket.SHUT_RDWR)
+        scheduler_of(engine)._link._link._channel._sock.shutdown(socket.SHUT_RDWR)
         until("the engine is served again", lambda: session(engine) not in (None, before))
         after = session(engine)
 
@@ -230,8 +230,7 @@ def test_a_grant_that_comes_before_the_workers_welcome_is_answered(
         on_up(welcome)
 
     monkeypatch.setattr(side, "on_up", late)
-    with side._link._lock:
-        side._link._sock.shutdown(socket.SHUT_RDWR)
+    side._link._channel._sock.shutdown(socket.SHUT_RDWR)
     until("it has said hello", lambda: side._connection is None)
     toys.wait_open(engine)
     assert_right(engine.generate(tokens(70)), 1)

@@ -24,7 +24,7 @@ class Scene:
         self.said: list[m.Message] = []
         self.takes_roots = True
         numbers = iter(range(1, 10))
-        link: Any = SimpleNamespace(is_usable=True, send=self._send)
+        link: Any = SimpleNamespace(is_usable=True, ask=self._send)
         self.lookups = Lookups(
             link,
             lambda: next(numbers),

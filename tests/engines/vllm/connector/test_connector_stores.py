@@ -32,7 +32,7 @@ class Link:
         self.sent: list[m.Message] = []
         self.returned: list[int] = []
 
-    def send(self, message: m.Message) -> bool:
+    def ask(self, message: m.Message) -> bool:
         self.sent.append(message)
         return True
 

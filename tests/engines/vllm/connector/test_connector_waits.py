@@ -18,6 +18,7 @@ from tests.engines.vllm.connector.toys import (
     WAIT_S_MAX,
     Toys,
     assert_right,
+    has_answer,
     held_loads,
     own_hit,
     scheduler_of,
@@ -55,7 +56,7 @@ def test_an_answer_is_as_old_as_its_arrival(toys: Toys) -> None:
     scheduler = scheduler_of(engine)
     clock = scheduler._lookups._clock = scheduler._link._clock = SimpleNamespace(now_ms=lambda: 5)
     request_id = engine.add(prompt)
-    until("the answer has come", lambda: scheduler._link._answers)
+    until("the answer has come", lambda: has_answer(engine))
     clock.now_ms = lambda: 5000
     scheduler._take_in()
     question = scheduler._trackers[request_id].question
@@ -82,7 +83,10 @@ def test_steps_longer_than_t_answer_see_all_answers(
         clock.now_ms = lambda: 300
         engine.step()
     for now_ms in (600, 900, 1200):
-        until("the node has answered", lambda: is_answered(scheduler))
+        until(
+            "the node has answered",
+            lambda: has_answer(engine) or not scheduler._lookups._questions,
+        )
         clock.now_ms = lambda now_ms=now_ms: now_ms
         engine.step()
     engine.run()
@@ -143,10 +147,6 @@ def test_a_step_without_a_forward_waits_for_a_running_load(
         assert not waits
     engine.run()
     assert engine.results[request_id].external == own_hit(LENGTH, LENGTH)
-
-
-def is_answered(scheduler: Any) -> bool:
-    return bool(scheduler._link._answers) or not scheduler._lookups._questions
 
 
 @contextlib.contextmanager

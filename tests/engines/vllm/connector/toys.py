@@ -203,6 +203,13 @@ def scheduler_of(engine: ToyEngine) -> Any:
     return ours(engine.connector)._scheduler
 
 
+def has_answer(engine: ToyEngine) -> bool:
+    """Whether the node's word has come; it is read, and not taken in."""
+    link = scheduler_of(engine)._link
+    link._link.read_now(link._take_answer)
+    return bool(link._answers)
+
+
 def session(engine: ToyEngine) -> object:
     """Whether, and by which life of a node, the engine is served."""
     return scheduler_of(engine)._link.session
