@@ -39,8 +39,10 @@ def test_a_blob_counts_by_its_name_before_it_is_read(tmp_path: Path, held: HeldR
     expected = Known(combined_digest([hashlib.sha256(content).digest()]))
     assert weights.wait(WAIT_S) == expected
     assert held.began.wait(WAIT_S)
+    assert not weights.is_verified
     held.go.set()
     assert weights.wait(WAIT_S, verified=True) == expected
+    assert weights.is_verified
     weights.close()
 
 
@@ -55,6 +57,7 @@ def test_a_blob_that_does_not_hold_what_its_name_says_turns_caching_off(
     state = weights.wait(WAIT_S, verified=True)
     weights.close()
     assert isinstance(state, Off)
+    assert not weights.is_verified
     assert state.reason is OffReason.WEIGHTS_CHANGE
     assert "model.safetensors" in state.detail
     assert off_of(snapshot, digests) == state, "a later start knows at once"
@@ -144,7 +147,9 @@ def test_a_verified_blob_is_not_read_again(
 ) -> None:
     snapshot = a_snapshot(tmp_path / "hub", b"weights")
     digest_of(snapshot, digests)
-    digest_of(snapshot, digests)
+    later = WeightsDigest(LocalWeights(snapshot), digests)
+    assert isinstance(settled(later, verified=False), Known)
+    assert later.is_verified
     assert len(reads) == 1
 
 
