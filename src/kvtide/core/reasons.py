@@ -100,7 +100,7 @@ class DropReason(enum.StrEnum):
     """copying them, or a chunk before them, failed"""
     ROLE = "role"
     """the engine only loads"""
-    UNVERIFIED = "unverified"
+    WEIGHTS_UNVERIFIED = "weights_unverified"
     """the engine's weights count by the names of their files, which are still being verified"""
 
 

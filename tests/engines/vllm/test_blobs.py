@@ -168,6 +168,26 @@ def test_a_name_that_was_believed_and_cannot_be_verified_is_taken_for_a_lie(
     assert off.reason is OffReason.WEIGHTS_CHANGE
 
 
+def test_a_blob_that_was_mended_after_it_was_loaded_turns_caching_off(
+    tmp_path: Path, held: HeldReads
+) -> None:
+    """What is read now holds what its name says; what the engine has loaded did not."""
+    content = b"weights" * 100
+    name = hashlib.sha256(content).hexdigest()
+    snapshot = a_snapshot(tmp_path / "hub", b"rotten", name)
+    weights = WeightsDigest(LocalWeights(snapshot), held)
+    weights.start()
+    assert isinstance(weights.wait(WAIT_S), Known)
+    (tmp_path / "fetched again").write_bytes(content)
+    (tmp_path / "fetched again").rename(tmp_path / "hub" / "blobs" / name)
+    held.go.set()
+    off = weights.wait(WAIT_S, verified=True)
+    weights.close()
+    assert isinstance(off, Off)
+    assert off.reason is OffReason.WEIGHTS_CHANGE
+    assert not weights.is_verified
+
+
 @pytest.mark.parametrize("name", ["ab" * 20, "AB" * 32, "model.safetensors"])
 def test_a_blob_with_another_kind_of_name_is_read_first(
     name: str, tmp_path: Path, held: HeldReads

@@ -336,7 +336,7 @@ class Stores:
     def _account(self, store: StorePlan, storable_tokens: int) -> None:
         end_block = storable_tokens // self._identity.block_tokens
         is_verified = self._link.are_weights_verified
-        otherwise = DropReason.TOO_OLD if is_verified else DropReason.UNVERIFIED
+        otherwise = DropReason.TOO_OLD if is_verified else DropReason.WEIGHTS_UNVERIFIED
         for outcome, blocks in store.outcomes(end_block, otherwise).items():
             if outcome == HELD:
                 self._counters.add("held_blocks", blocks)

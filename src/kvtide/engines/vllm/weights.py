@@ -328,7 +328,10 @@ class WeightsDigest:
         return not (is_young or is_written or self._digests.was_otherwise(identity))
 
     def _too_new(self, file: _File, identity: FileIdentity) -> bool:
-        """A blob may be new, if it holds what it is called: the engine may have fetched it."""
+        """A blob may be new, if it holds what it is called: the engine may have fetched it. One
+        that counts unread must stay as it was, else what is read is not what was loaded."""
+        if file.is_believed and identity != file.identity:
+            return True
         since_ns = self._unchanged_since_ns
         return (
             file.claimed is None

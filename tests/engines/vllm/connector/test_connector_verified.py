@@ -110,7 +110,7 @@ def test_until_its_weights_are_verified_an_engine_loads_and_stores_nothing(
     with accounts() as taken:
         engine.generate(prompt)
         toys.rest(engine)
-    assert taken == [{DropReason.UNVERIFIED: BLOCKS}]
+    assert taken == [{DropReason.WEIGHTS_UNVERIFIED: BLOCKS}]
     held.go.set()
     until_verified(engine)
     assert engine.generate(prompt).external == 0
