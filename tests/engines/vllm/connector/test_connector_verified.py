@@ -22,7 +22,6 @@ from tests.engines.vllm.connector.toys import (
     assert_right,
     own_hit,
     scheduler_of,
-    session,
     stored,
     tokens,
     until,
@@ -82,7 +81,8 @@ def test_what_an_engine_computes_whose_weights_are_misnamed_is_found_by_nobody(
 ) -> None:
     """Neither before the lie is found, as after a kill, nor later; what is right stays."""
     liar = start(held, b"a block of the drive has rotted")
-    assert session(liar).fingerprint == session(neighbour).fingerprint
+    link, right = scheduler_of(liar)._link, scheduler_of(neighbour)._link
+    assert link.session.fingerprint == right.session.fingerprint
     liar.load_weights(1)
     prompt = tokens(LENGTH)
     assert_right(liar.generate(prompt, 40), 40, weights=1)
@@ -92,8 +92,8 @@ def test_what_an_engine_computes_whose_weights_are_misnamed_is_found_by_nobody(
     assert result.external == 0
     toys.rest()
     held.go.set()
-    until("the lie is found", lambda: session(liar) is None)
-    assert scheduler_of(liar)._link.off.reason is OffReason.WEIGHTS_CHANGE
+    until("the lie is found", lambda: link.session is None)
+    assert link.off.reason is OffReason.WEIGHTS_CHANGE
     assert neighbour.reset()
     result = neighbour.generate(prompt)
     assert_right(result, 1)
