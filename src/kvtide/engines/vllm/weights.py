@@ -14,8 +14,8 @@ The engine never waits for it:
 A blob may be written through the link of a snapshot (`save_pretrained` follows links). So its name
 counts unread only if it is older than the engine, not written after its link was made, and its
 inode was never read in another state. Where a name is a lie after all, the engine goes off with
-`weights_change`. Until all are verified it may load, since what others have stored is what the name
-says, but not store: its own would outlive it, and nobody could tell it from theirs.
+`weights_change`. Until all are verified it may load, since what others have stored is what the
+name says, but not store: its own would outlive it, and nobody could tell it from theirs.
 
 Rejected: storing meanwhile, and taking it back where a name lies. Whoever is killed takes nothing
 back, whoever has hit it stores what hangs on it, and what is right under that name would go too.
