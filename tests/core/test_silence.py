@@ -11,7 +11,7 @@ from kvtide.core.estimate import SAMPLES_MIN
 from kvtide.core.instances import GRANT_STEPS_MAX, GRANT_STEPS_MS_MAX
 from kvtide.core.keys import salt_digest
 from kvtide.core.lending import PUT_MS_MAX, QUEUE_RATIO_MAX
-from kvtide.core.reasons import DropReason, OffReason
+from kvtide.core.reasons import DropReason
 from tests.core.fake_tier import FakeTier
 from tests.core.world import CHUNK_BLOCKS, CHUNK_BYTES, Engine, World, prompt
 
@@ -123,27 +123,6 @@ def test_a_root_that_is_named_is_not_forgotten(
     engine.register(engine.root_of("salt 3"), "salt 3")
     effects = engine.say(m.Probe(2, engine.root, keys[0], digests[1]))
     assert not [effect for effect in effects if isinstance(effect, Close)]
-
-
-def test_what_an_engine_stored_whose_weights_were_others_is_cleared(world: World) -> None:
-    """In memory and in tiers, under every salt; other engines' chunks stay."""
-    tier = FakeTier()
-    world = World(tiers=[tier])
-    liar, other = Engine(world, "liar").start(), Engine(world, "other", model="b").start()
-    liar.store(prompt(1))
-    salted = liar.root_of("salt")
-    liar.register(salted, "salt")
-    liar.store(prompt(2), salted)
-    other.store(prompt(1))
-    grants = liar.offer(prompt(3)).grants
-    liar.connect_scheduler()
-    liar.identify(off_reason=OffReason.WEIGHTS_CHANGE, off_detail="others")
-    liar.stored(grants)
-    assert {record.root.fingerprint for record in tier.records.values()} == {other.fingerprint}
-    again = Engine(world, "again").start()
-    assert again.blocks_held(prompt(1)) == 0
-    assert again.blocks_held(prompt(3)) == 0
-    assert other.blocks_held(prompt(1)) == CHUNK_BLOCKS
 
 
 def test_what_an_engine_takes_back_is_cleared(world: World) -> None:

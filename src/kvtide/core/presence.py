@@ -168,9 +168,6 @@ class Presence:
         """
         instance = self.instance(connection)
         layout = checks.check_identity(identity)
-        if identity.off_reason == OffReason.WEIGHTS_CHANGE and identity.fingerprint:
-            # Its weights were not what their names said: what it stored is nobody's to use.
-            self._parts.clear(None, identity.fingerprint)
         instance.identity, instance.layout, instance.off = identity, None, None
         instance.is_identified = True
         if layout is None:

@@ -100,6 +100,8 @@ class DropReason(enum.StrEnum):
     """copying them, or a chunk before them, failed"""
     ROLE = "role"
     """the engine only loads"""
+    WEIGHTS_UNVERIFIED = "weights_unverified"
+    """the engine's weights count by the names of their files, which are still being verified"""
 
 
 class CutReason(enum.StrEnum):

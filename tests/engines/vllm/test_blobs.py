@@ -39,8 +39,10 @@ def test_a_blob_counts_by_its_name_before_it_is_read(tmp_path: Path, held: HeldR
     expected = Known(combined_digest([hashlib.sha256(content).digest()]))
     assert weights.wait(WAIT_S) == expected
     assert held.began.wait(WAIT_S)
+    assert not weights.is_verified
     held.go.set()
     assert weights.wait(WAIT_S, verified=True) == expected
+    assert weights.is_verified
     weights.close()
 
 
@@ -55,6 +57,7 @@ def test_a_blob_that_does_not_hold_what_its_name_says_turns_caching_off(
     state = weights.wait(WAIT_S, verified=True)
     weights.close()
     assert isinstance(state, Off)
+    assert not weights.is_verified
     assert state.reason is OffReason.WEIGHTS_CHANGE
     assert "model.safetensors" in state.detail
     assert off_of(snapshot, digests) == state, "a later start knows at once"
@@ -144,7 +147,9 @@ def test_a_verified_blob_is_not_read_again(
 ) -> None:
     snapshot = a_snapshot(tmp_path / "hub", b"weights")
     digest_of(snapshot, digests)
-    digest_of(snapshot, digests)
+    later = WeightsDigest(LocalWeights(snapshot), digests)
+    assert isinstance(settled(later, verified=False), Known)
+    assert later.is_verified
     assert len(reads) == 1
 
 
@@ -161,6 +166,26 @@ def test_a_name_that_was_believed_and_cannot_be_verified_is_taken_for_a_lie(
     weights.close()
     assert isinstance(off, Off)
     assert off.reason is OffReason.WEIGHTS_CHANGE
+
+
+def test_a_blob_that_was_mended_after_it_was_loaded_turns_caching_off(
+    tmp_path: Path, held: HeldReads
+) -> None:
+    """What is read now holds what its name says; what the engine has loaded did not."""
+    content = b"weights" * 100
+    name = hashlib.sha256(content).hexdigest()
+    snapshot = a_snapshot(tmp_path / "hub", b"rotten", name)
+    weights = WeightsDigest(LocalWeights(snapshot), held)
+    weights.start()
+    assert isinstance(weights.wait(WAIT_S), Known)
+    (tmp_path / "fetched again").write_bytes(content)
+    (tmp_path / "fetched again").rename(tmp_path / "hub" / "blobs" / name)
+    held.go.set()
+    off = weights.wait(WAIT_S, verified=True)
+    weights.close()
+    assert isinstance(off, Off)
+    assert off.reason is OffReason.WEIGHTS_CHANGE
+    assert not weights.is_verified
 
 
 @pytest.mark.parametrize("name", ["ab" * 20, "AB" * 32, "model.safetensors"])

@@ -14,7 +14,7 @@ from kvtide.engines.vllm.file_digests import FileDigests
 from kvtide.engines.vllm.session import FAILED_LOADS, EngineIdentity, EngineSession
 from kvtide.engines.vllm.weights import Known, LocalWeights, WeightsDigest
 from kvtide.wire.places import Places
-from tests.engines.vllm.checkpoints import WAIT_S, HeldReads, settled
+from tests.engines.vllm.checkpoints import WAIT_S, HeldReads, a_snapshot, settled
 
 WELCOME = m.Welcome(1, b"node", 1, 1)
 
@@ -131,6 +131,24 @@ def test_what_is_on_is_said_in_one_line(
         "kvtide on: node 4711, host 16 GiB, fingerprint ab12cd34, blocks of 16, chunks of 16, "
     )
     assert line.endswith(FAILED_LOADS["recompute"])
+
+
+def test_an_engine_whose_weights_are_not_verified_says_that_its_stores_wait(
+    session: EngineSession, held: HeldReads, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm.kvtide")
+    weights = WeightsDigest(LocalWeights(a_snapshot(tmp_path / "hub", b"weights")), held)
+    session._identity = replace(session._identity, weights=(weights,))
+    session._welcome, session._sent = WELCOME, bytes(32)
+    weights.start()
+    assert isinstance(weights.wait(WAIT_S), Known)
+    session.on_message(m.Serving(), [])
+    held.go.set()
+    weights.wait(WAIT_S, verified=True)
+    session.on_message(m.Serving(), [])
+    weights.close()
+    waiting, verified = caplog.messages
+    assert waiting == f"{verified}, stores wait until weights are verified"
 
 
 def test_an_engine_whose_node_was_stopped_says_so_once(

@@ -140,6 +140,11 @@ class EngineSession:
         """Served, and the node answers."""
         return self.session is not None and self._link.is_usable
 
+    @property
+    def are_weights_verified(self) -> bool:
+        """The weights are what their names say: what was computed with them may be stored."""
+        return all(weights.is_verified for weights in self._identity.weights)
+
     def send(self, message: m.Message) -> bool:
         """Send without waiting; False where it cannot be sent."""
         return self._link.send(message)
@@ -382,17 +387,12 @@ class EngineSession:
         self._link.send(identity)
 
     def _identify_as_off(self, facts: m.Workers, off: Off) -> None:
-        """Say why we are off, once for each reason.
-
-        Weights that were not what they seemed: what was stored under their fingerprint is wrong,
-        so that is named, and the node makes it unreachable.
-        """
+        """Say why we are off, once for each reason."""
         self._turn_off(off)
         if off.reason == self._said_off:
             return
         self._sent = b""
-        value = self._claimed if off.reason is OffReason.WEIGHTS_CHANGE else b""
-        if self._link.send(self._message(value, b"", {}, facts.cell_bytes, off)):
+        if self._link.send(self._message(b"", b"", {}, facts.cell_bytes, off)):
             self._said_off = off.reason
 
     def _weights_digests(self) -> tuple[bytes, ...] | Off:
@@ -458,6 +458,7 @@ class EngineSession:
             f"fingerprint {value.hex()[:8]}, blocks of {self._identity.block_tokens}, "
             f"chunks of {self._identity.chunk_tokens}, "
             f"{FAILED_LOADS.get(self._identity.failed_loads, self._identity.failed_loads)}"
+            f"{'' if self.are_weights_verified else ', stores wait until weights are verified'}"
         )
 
     def _turn_off(self, off: Off) -> None:

@@ -191,12 +191,17 @@ class Stores:
 
     # ---- questions and answers
 
+    @property
+    def _may_ask(self) -> bool:
+        """What is stored outlives the engine: only what is known to be named right may be."""
+        return self._link.is_usable and self._link.are_weights_verified
+
     def _ask_ahead(
         self, tracker: Tracker, horizon_tokens: int, *, with_tail: bool = False
     ) -> None:
         """Ask for what a living request will need."""
         store, root = tracker.store, tracker.root
-        if store is None or root is None or store.is_asking or not self._link.is_usable:
+        if store is None or root is None or store.is_asking or not self._may_ask:
             return
         if store.chain.token_count < min(horizon_tokens, tracker.request.num_tokens):
             store.chain.extend(tracker.request.all_token_ids)
@@ -205,7 +210,7 @@ class Stores:
     def _ask_last(self, left: _Left) -> None:
         """Return what is granted behind the last storable block, ask for what is missing."""
         self._link.return_grants(left.store.take_back(left.end_block))
-        if not left.store.is_asking and self._link.is_usable:
+        if not left.store.is_asking and self._may_ask:
             self._ask(left.store, left.root, left.storable_tokens, with_tail=True)
 
     def _ask(
@@ -330,7 +335,9 @@ class Stores:
 
     def _account(self, store: StorePlan, storable_tokens: int) -> None:
         end_block = storable_tokens // self._identity.block_tokens
-        for outcome, blocks in store.outcomes(end_block, DropReason.TOO_OLD).items():
+        is_verified = self._link.are_weights_verified
+        otherwise = DropReason.TOO_OLD if is_verified else DropReason.WEIGHTS_UNVERIFIED
+        for outcome, blocks in store.outcomes(end_block, otherwise).items():
             if outcome == HELD:
                 self._counters.add("held_blocks", blocks)
             elif outcome != PLANNED:

@@ -9,18 +9,23 @@ The engine never waits for it:
                                          known contradicts that ─► counts at once, read behind it
                                          else ─► read now
     poll()  ─► Hashing(…) … Known(digest)          or Off: a file cannot be read, changes, or lies
+                             └─ is_verified: every file was read
 
 A blob may be written through the link of a snapshot (`save_pretrained` follows links). So its name
 counts unread only if it is older than the engine, not written after its link was made, and its
 inode was never read in another state. Where a name is a lie after all, the engine goes off with
-`weights_change`, and names the fingerprint under which what it stored must not be found.
+`weights_change`. Until all are verified it may load, since what others have stored is what the
+name says, but not store: its own would outlive it, and nobody could tell it from theirs.
 
+Rejected: storing meanwhile, and taking it back where a name lies. Whoever is killed takes nothing
+back, whoever has hit it stores what hangs on it, and what is right under that name would go too.
 Rejected: hashing in the workers (they are busy loading, and only the scheduler role needs it), and
 a digest of the model's name and revision (says nothing of a directory).
 
 Ownership: of WeightsDigest, `_files` is made by the first thread, which then starts the others; a
-file belongs to the thread that took it from `_queue`; results, `_state`, `_threads` and the byte
-counts change under `_lock`. Its creator calls everything else; `close` joins the threads.
+file belongs to the thread that took it from `_queue`; results, `_state`, `is_verified`, `_threads`
+and the byte counts change under `_lock`. Anybody reads `is_verified`, which never becomes false
+again; its creator calls everything else; `close` joins the threads.
 """
 
 import contextlib
@@ -204,6 +209,8 @@ class WeightsDigest:
         self._queue: deque[_File] = deque()
         self._state: Known | Off | None = None
         self._idle = False
+        self.is_verified = False
+        """Every file was read and holds what its name says: what is Known stays so."""
         self._began_s = 0.0
         self._done_bytes = 0
         self._total_bytes = 0
@@ -214,6 +221,7 @@ class WeightsDigest:
             case DummyWeights(seed, config):
                 said = b"kvtide dummy weights %d " % seed + config
                 self._settle(Known(hashlib.sha256(said).digest()))
+                self.is_verified = True
                 self._rest()
             case LocalWeights():
                 self._begin(self._run)
@@ -281,7 +289,7 @@ class WeightsDigest:
             self._total_bytes = sum(
                 file.identity.size_bytes for file in unread if not file.is_believed
             )
-        self._conclude()
+            self._conclude()
         with contextlib.suppress(RuntimeError):  # no thread to be had: then there are fewer
             for _ in range(min(self._thread_count, len(unread)) - 1):
                 self._begin(self._drain)
@@ -320,7 +328,10 @@ class WeightsDigest:
         return not (is_young or is_written or self._digests.was_otherwise(identity))
 
     def _too_new(self, file: _File, identity: FileIdentity) -> bool:
-        """A blob may be new, if it holds what it is called: the engine may have fetched it."""
+        """A blob may be new, if it holds what it is called: the engine may have fetched it. One
+        that counts unread must stay as it was, else what is read is not what was loaded."""
+        if file.is_believed and identity != file.identity:
+            return True
         since_ns = self._unchanged_since_ns
         return (
             file.claimed is None
@@ -356,16 +367,16 @@ class WeightsDigest:
         if self._too_new(file, identity):
             self._fail(OffReason.WEIGHTS_CHANGE, _TOO_NEW.format(path=file.path))
             return
-        with self._lock:
+        with self._lock:  # so that no lie is found between the last digest and its conclusion
             file.digest = digest
-        self._conclude()
+            self._conclude()
 
     def _progress(self, byte_count: int) -> None:
         with self._lock:
             self._done_bytes += byte_count
 
     def _conclude(self) -> None:
-        """Say what follows from the digests there are."""
+        """Say what follows from the digests there are. Called under `_lock`."""
         lie = next((file.path for file in self._files if _lies(file)), None)
         if lie is not None:
             self._fail(OffReason.WEIGHTS_CHANGE, f"{lie} does not hold what its name says")
@@ -373,6 +384,7 @@ class WeightsDigest:
         known = [file.counting for file in self._files if file.counting is not None]
         if len(known) == len(self._files):
             self._settle(Known(combined_digest(known)))
+            self.is_verified = all(file.digest is not None for file in self._files)
 
     def _fail(self, reason: OffReason, detail: str) -> None:
         self._settle(Off(reason, detail))

@@ -344,21 +344,12 @@ def test_a_reason_that_only_a_later_node_knows_is_said_as_it_came(alone: Toys) -
         assert "moon_phase: waning" in link.off.detail
 
 
-def test_weights_that_are_not_what_they_seemed_void_loads_and_name_the_fingerprint(
-    alone: Toys,
-) -> None:
-    """A blob did not hold what its name says: what it has loaded and stored so far is wrong."""
+@pytest.mark.usefixtures("patient")
+def test_weights_that_are_not_what_they_seemed_void_loads(alone: Toys) -> None:
+    """A blob did not hold what its name says; what others stored under that name stays."""
     engine = alone.start(OPTIONS)
     prompt = stored(alone, engine, 100)
     link = scheduler_of(engine)._link
-    send, said = link._link.send, []
-
-    def noted(message: Any) -> bool:
-        said.append(message)
-        return bool(send(message))
-
-    link._link.send = noted
-    before = link.session.fingerprint
     engine.load_weights(1)
     with held_loads(engine):
         request_id = engine.add(prompt, 3)
@@ -369,12 +360,10 @@ def test_weights_that_are_not_what_they_seemed_void_loads_and_name_the_fingerpri
         engine.step()
     engine.run()
     assert_right(engine.results[request_id], 3, weights=1)
-    until("it is said", lambda: any(isinstance(one, m.Identity) for one in said))
-    (identity,) = (one for one in said if isinstance(one, m.Identity))
-    assert (identity.off_reason, identity.fingerprint) == (OffReason.WEIGHTS_CHANGE, before)
-    (shown,) = alone.node.status()["engines"]
-    assert "weights_change" in str(shown)
+    until("it is said", lambda: "weights_change" in str(alone.node.status()["engines"]))
     assert not engine.connector._is_off
+    other = alone.start(OPTIONS)
+    assert other.generate(prompt).external
 
 
 def test_each_reason_for_being_off_is_said(alone: Toys) -> None:
