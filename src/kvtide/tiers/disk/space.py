@@ -20,6 +20,7 @@ from kvtide.tiers.disk.catalog import Place
 from kvtide.tiers.disk.directory import SEGMENT, SEGMENT_NUMBER_MAX, Ours
 from kvtide.tiers.disk.ops import FreeOp, UnlinkOp
 from kvtide.tiers.kinds import Kind
+from kvtide.tiers.scope import Scope
 from kvtide.units import GiB, KiB, MiB, round_up
 
 SEGMENTS_WANTED = 16
@@ -208,6 +209,12 @@ class Space:
     def excess_bytes(self, need_bytes: int, limit_bytes: int) -> int:
         """What is still to be evicted to stay below a limit, beside what is on its way out."""
         return self.committed_bytes + need_bytes - self.freeing_bytes - limit_bytes
+
+    def last_with(self, scope: Scope) -> int:
+        """Number of the last segment that something was written to which this means, 0: none."""
+        segments = self.segments.items()
+        having = (n for n, one in segments if any(scope.has(kind.root) for kind in one.kinds))
+        return max(having, default=0)
 
     def place(self, segment: Segment, kind: Kind, length_bytes: int, blocks: int) -> Place:
         """Where the next record goes; its reserve is the caller's to add."""

@@ -209,13 +209,11 @@ class DiskTier:
         return {n for n, state in kinds if not state.is_retired and scope.has(state.kind.root)}
 
     def _last_segment_of(self, scope: Scope) -> int:
-        """What is stored from now on lies behind it."""
-        active = self._space.active
-        if active is not None:
-            if not any(scope.has(kind.root) for kind in active.kinds):
-                return active.number - 1
+        """That may hold what this means, 0: none does; what is stored from now on lies behind."""
+        last = self._space.last_with(scope)
+        if self._space.active is not None and self._space.active.number == last:
             self._room.roll()
-        return self._space.next_number - 1
+        return max(last, self._clears.left_alone_last)
 
     def remove(self, keys: Iterable[bytes]) -> int:
         """Take these records away, and what lies behind them; how many there were."""
