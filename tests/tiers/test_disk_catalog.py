@@ -336,6 +336,34 @@ def test_what_was_evicted_and_stored_again_is_there_once(
     model.check()
 
 
+def test_one_that_is_there_twice_costs_no_walk_over_all_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kill after a clear of much may leave some in each of thousands of segments."""
+    monkeypatch.setattr("kvtide.tiers.disk.intake.EAGER_ROWS", -1)
+
+    class Rows(list[bytes | None]):
+        def __iter__(self) -> Iterator[bytes | None]:
+            raise AssertionError("a walk")
+
+    model = grown(3, adds=20)
+    kinds = {number: Kind(root_of(salt=salt), LAYOUT) for number, salt in enumerate(SALTS)}
+    kept = sorted(kept_in(model, kinds), key=lambda one: one.offset_bytes)
+    leaf = next(one for one in kept if not model.below(one.key))
+    again = LazyCatalog()
+    again.take(1, tables.from_rows(kinds, kept), ())
+    again.take(2, tables.from_rows(kinds, [leaf]), ())
+    again.settle()
+    again.keys = Rows(again.keys)
+    again.take_rest()
+    again.keys = list(again.keys[:])
+    [place] = again.sweep()
+    assert (place.segment, place.offset_bytes) == (1, leaf.offset_bytes)
+    assert again.place(again.index[leaf.key]).segment == 2
+    model.catalog = again
+    model.check()
+
+
 def test_a_stale_copy_is_not_found_though_the_later_one_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -254,3 +254,18 @@ def cleared_stored_and_killed(path: Path) -> None:
 if __name__ == "__main__":
     globals()[sys.argv[2]](Path(sys.argv[1]))
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_clears_of_what_is_not_there_cost_nothing_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A salt whose records are gone, or never were there, leaves no file: so many of them would
+    end as a clear of all."""
+    monkeypatch.setattr("kvtide.tiers.disk.tier.CLEARS_MAX", 4)
+    with driven(tmp_path / "kv", segment_bytes=64 * KiB) as tier:
+        tier.keep(tails(40))
+        for number in range(9):
+            assert tier.tier.clear(root_of(salt=f"{number}").salt_digest) == 0
+        assert files_of(disk_of(tier)).calls[Call.SYNC_DIRECTORY] >= 9, "of what was unlinked"
+        assert not list((tmp_path / "kv").glob("*.cleared"))
+        assert tier.tier.statistics().records == 40

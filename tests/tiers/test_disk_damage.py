@@ -1,6 +1,7 @@
 """What is damaged at rest is a miss that removes exactly that record, and nothing else."""
 
 import os
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -240,6 +241,29 @@ def test_what_an_unknown_version_wrote_is_left_alone(kv: Path, suffix: str) -> N
         assert tier.tier.statistics().bytes_used >= sum(map(len, before.values())) // 2
         tier.keep(tails(2, first=50))
     assert before == {path.name: path.read_bytes() for path in kv.glob(f"{told.stem}.*")}
+
+
+def test_a_cap_that_is_taken_by_another_version_is_told_of(
+    kv: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing can be stored any more, which whoever upgrades must not have to guess. One line says
+    that they are left alone, however many segments there are."""
+    keep(kv, tails(52), segment_bytes=1 << 16)
+    indexes = list(kv.glob("*.index"))
+    assert len(indexes) > 2
+    for index in indexes:
+        content = bytearray(index.read_bytes())
+        struct.pack_into("<I", content, 8, 2)
+        index.write_bytes(content)
+    with driven(kv, 1 << 19) as tier:
+        for number in range(3):
+            assert tier.store(tails(1, first=100 + number)) == [StoreOutcome.NO_ROOM]
+        state = tier.tier.statistics().state
+        assert re.fullmatch(r"4\d\d KiB of the cap of 512 KiB are taken by segments .*", state)
+    left, full = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert f"{len(indexes)} of {len(indexes)} segments are left alone" in left
+    assert "format version 2" in left
+    assert state in full
 
 
 def test_a_record_of_an_unknown_version_is_a_miss(kv: Path) -> None:

@@ -25,6 +25,7 @@ from tests.tiers.disk_place import (
     disk_of,
     driven,
     files_of,
+    keep,
     open_disk,
     settle,
     tails,
@@ -298,17 +299,19 @@ def test_holes_that_fail_are_punched_later(kv: Path) -> None:
         disk_of(tier).check_integrity()
 
 
+class Refuses(FaultyFiles):
+    """Has no direct I/O."""
+
+    def open(self, path: str, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+        return super().open(path, flags)
+
+
 def test_a_file_system_without_direct_io_gets_plain_calls(
     kv: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With one line that says so, and advice to keep nothing twice."""
-
-    class Refuses(FaultyFiles):
-        def open(self, path: str, flags: int) -> int:
-            if flags & os.O_DIRECT:
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
-            return super().open(path, flags)
-
     caplog.set_level(logging.INFO, "kvtide.disk")
     chain = chain_of(ROOT, SMALL, text(1, 14))
     with driven(kv, files=Refuses()) as tier:
@@ -320,6 +323,18 @@ def test_a_file_system_without_direct_io_gets_plain_calls(
         assert faults_of(tier).calls[Call.DROP_CACHED] >= len(chain)
     with driven(kv) as tier:
         assert_holds(tier, chain, [])
+
+
+def test_a_drive_without_direct_io_that_is_full_at_a_start_is_read(kv: Path) -> None:
+    """It does not take the page that shows what it takes; what lies there is found all the same,
+    and stored is again once it has room."""
+    keep(kv, tails(3))
+    files = Refuses()
+    files.fail(Call.WRITE, errno.ENOSPC)
+    with driven(kv, files=files) as tier:
+        assert_holds(tier, tails(3), [])
+        files.heal()
+        tier.keep(tails(2, first=50))
 
 
 def test_a_file_system_without_holes_is_refused(kv: Path) -> None:

@@ -91,10 +91,8 @@ def history(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return live(tmp_path_factory.mktemp("history") / "kv", *HISTORIES[request.param])
 
 
-def start_after_a_cut(history: History, kv: Path, seed: int) -> None:
-    """Lose power at some moment, start, and look at all that is there."""
-    draw = random.Random(seed)
-    after = draw.randrange(history.files.now + 1)
+def start_after_a_cut(history: History, kv: Path, after: int, draw: random.Random) -> None:
+    """Lose power at this moment, start, and look at all that is there."""
     history.files.cut(kv, after, draw)
     more = {"files": SystemFiles(), "segment_bytes": SEGMENT_BYTES, "sync": "none"}
     with driven(kv, history.cap, **more) as tier:
@@ -146,6 +144,6 @@ def test_after_a_loss_of_power_all_that_is_found_is_whole_or_refused(
     refused nothing; what a sync has made sure of is there, and what was cleared is not."""
     for seed in seeds:
         print("seed", seed)
-        kv = tmp_path / str(seed)
-        start_after_a_cut(history, kv, seed)
+        kv, draw = tmp_path / str(seed), random.Random(seed)
+        start_after_a_cut(history, kv, draw.randrange(history.files.now + 1), draw)
         shutil.rmtree(kv)

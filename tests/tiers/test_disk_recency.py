@@ -54,6 +54,23 @@ def test_what_was_used_before_a_restart_outlives_what_was_not(
     assert 10 < len(left) < len(records)
 
 
+def test_what_was_used_outlives_an_end_before_a_start_had_taken_in_all(
+    kv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A life of a moment, as that of a repair, in which nothing was asked for."""
+    monkeypatch.setattr("kvtide.tiers.disk.intake.EAGER_ROWS", -1)
+    records = fill_up(kv)
+    (kv / USED).unlink()
+    use(kv, records[:10])
+    before = recency.decode((kv / USED).read_bytes())
+    with driven(kv, CAP, segment_bytes=64 * KiB) as tier:
+        assert tier.is_there(records[-1])
+        assert not disk_of(tier)._catalog.is_taken_in
+    after = recency.decode((kv / USED).read_bytes())
+    assert {number: after[number] & pages for number, pages in before.items()} == before
+    assert those_left(kv, records)[:10] == records[:10]
+
+
 @pytest.mark.parametrize("how", ["none", "cut", "flip", "longer"])
 def test_without_a_word_on_it_the_oldest_go_first(kv: Path, how: str) -> None:
     """There is no file after a kill; a damaged one says nothing, and does no harm."""

@@ -10,12 +10,13 @@ import pytest
 
 from kvtide.testing.faulty_files import Call
 from kvtide.testing.tier_drive import DrivenTier
-from kvtide.testing.tier_records import chain_of, layout_of, text
+from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import StoreOutcome
 from kvtide.tiers.disk.room import RETRY_MS_MAX, REWRITE_ROWS_MIN
 from kvtide.units import KiB
 from tests.tiers.disk_place import (
     ROOT,
+    TINY,
     assert_holds,
     bytes_taken,
     disk_of,
@@ -27,7 +28,7 @@ from tests.tiers.disk_place import (
 
 CLEAR_FAILS = "a clear cannot be written down: Structure needs cleaning"
 GONE = REWRITE_ROWS_MIN + 1
-SALT = bytes(range(32))
+SALTED = root_of(salt="s")
 
 
 def fail_again(tier: DrivenTier, fault: str, times: int) -> None:
@@ -98,9 +99,11 @@ def test_one_file_that_cannot_be_removed_does_not_stop_stores(kv: Path, name: st
         disk, faults = disk_of(tier), files_of(disk_of(tier))
         tier.keep(records)
         faults.fail(call, errno.EUCLEAN, path_part=path_part)
+        if name == "clear":
+            tier.keep(chain_of(SALTED, TINY, text(1, 1)))
         disk._room.roll()
         if name == "clear":
-            tier.tier.clear(SALT)  # of nobody here: the segment stays, and the clear with it
+            tier.tier.clear(SALTED.salt_digest)  # the segment stays, and the clear with it
         else:
             take_away(tier, 0, 6 if name == "whole segment" else 1)
         well = CLEAR_FAILS if name == "clear" else "on"

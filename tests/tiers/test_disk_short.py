@@ -5,8 +5,11 @@ Our own records make room for new ones: as far as need be, a portion at a time, 
 
 import errno
 import logging
+import shutil
+import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +18,7 @@ from kvtide.testing.faulty_files import Call, FaultyFiles
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
+from kvtide.tiers.disk import opening
 from kvtide.tiers.disk.stores import REFUSED_MS, VAIN_MS, VAIN_PORTIONS_MAX
 from kvtide.tiers.files import FreeSpace
 from kvtide.units import GiB, KiB, MiB
@@ -118,6 +122,41 @@ def test_a_drive_that_others_have_filled_is_told_of_once(
         assert tier.tier.statistics().state == "on"
         tier.keep(chunks(2, first=600))
         assert lines(caplog)[1:] == [f"disk {kv}: the drive has room again"]
+
+
+def test_a_drive_that_was_full_at_a_start_is_used_once_it_is_not(
+    kv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a cap of `auto`, which is a share of what is free: of nothing it would be nothing, for as
+    long as the node lives."""
+    with monkeypatch.context() as patched:
+        patched.setattr(opening.shutil, "disk_usage", lambda _: SimpleNamespace(free=128 * KiB))
+        options = {"path": kv, "bytes_max": "auto", "sync": "none"}
+        woken = threading.Event()
+        disk = opening.open_disk(options, woken.set, 8 * MiB)
+    tier = DrivenTier(disk, woken, 30)
+    disk._space.floor_bytes = 0
+    assert tier.store(chunks(1)) == [StoreOutcome.NO_ROOM]
+    ask_drive(tier)
+    tier.keep(chunks(2))
+    cap = tier.tier.statistics().bytes_max
+    assert cap == pytest.approx(opening.RATIO_AUTO * shutil.disk_usage(kv).free, rel=0.1)
+    tier.close(30)
+
+
+def test_a_cap_that_no_chunk_fits_into_says_so_once(
+    kv: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where others of its chunks do."""
+    with driven(kv, MiB) as tier:
+        [huge] = chain_of(ROOT, layout_of(512 * KiB), text(900, 4))
+        for number in range(3):
+            assert tier.store([huge]) == [StoreOutcome.NO_ROOM]
+            tier.keep(chunks(1, first=number))
+        [line] = lines(caplog)
+        state = tier.tier.statistics().state
+        assert state.startswith("the cap of 1 MiB is too small for a chunk of 2 MiB")
+        assert state in line
 
 
 class Late(FaultyFiles):

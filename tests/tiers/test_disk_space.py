@@ -51,6 +51,17 @@ def test_the_floor_is_kept_by_what_was_promised_too(space: Space) -> None:
     assert space.is_room_for(7 * MiB - STANDING_BYTES)
 
 
+def test_a_cap_of_auto_grows_with_the_drive_and_its_segments_with_it(space: Space) -> None:
+    """It never becomes less: what others take of the drive later is what the floor is for."""
+    space.bytes_max = 0
+    for free_bytes, cap in ((0, 0), (GiB, GiB // 2), (MiB, GiB // 2), (64 * GiB, 32 * GiB)):
+        space.free_bytes = free_bytes
+        space.asked_drive()
+        assert space.grow(0.5) == space.bytes_max == cap
+    assert space.segment_bytes == GiB
+    assert space.grow(0.0) == 32 * GiB
+
+
 def test_what_always_stands_by_is_enough_for_two_removals() -> None:
     """Of all that one call evicts: a row, which may lie across two pages, and what the maps of log
     and segment grow by."""

@@ -98,6 +98,18 @@ def by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("by_and_by")
+def test_what_stands_below_a_record_that_nobody_asked_for_is_found(tmp_path: Path) -> None:
+    """By the first lookup that goes on from it, though it lies in another segment."""
+    wanted = chain_of(ROOT, SMALL, text(1, 18))
+    keep(tmp_path / "kv", wanted, segment_bytes=1 << 17)
+    assert len(list((tmp_path / "kv").glob("*.segment"))) > 2
+    for first in range(1, 4):
+        with driven(tmp_path / "kv", segment_bytes=1 << 17) as tier:
+            asked = wanted[first:]
+            assert tier.find(asked[:-1], asked[-1].digests) == asked, first
+
+
+@pytest.mark.usefixtures("by_and_by")
 def test_stores_wait_while_a_start_takes_in_what_is_there(tmp_path: Path) -> None:
     """None of them takes it in at once, which would hold up all others. Each ends as it would have
     later: those that are there, those whose parents are, in any segment or in the queue, and those
@@ -211,3 +223,18 @@ def test_what_stands_beside_segments_is_read_ahead(tmp_path: Path) -> None:
     read = {name: files.noted.index(("read", name)) for name in names}
     assert all(wanted[name] < read[name] for name in names)
     assert sum(wanted[name] + AHEAD < read[name] for name in names) > len(names) // 2
+
+
+def test_what_segments_say_of_a_salt_is_read_once(tmp_path: Path) -> None:
+    """Each of them under a number of its own: with a salt for each user a start would be forty
+    times as long if it were made of bytes each time."""
+    salted = [chain_of(root_of(salt=f"{n}"), TINY, text(n, 1))[0] for n in range(12)]
+    again = [chain_of(root_of(salt=f"{n}"), TINY, text(50 + n, 1))[0] for n in range(12)]
+    keep(tmp_path / "kv", [*salted, *reversed(again)], segment_bytes=12 * 8 * KiB)
+    assert len(list((tmp_path / "kv").glob("*.index"))) == 2
+    with driven(tmp_path / "kv", segment_bytes=12 * 8 * KiB) as tier:
+        assert len(disk_of(tier)._catalog.kinds) == 12
+        first, second, *_ = disk_of(tier)._space.segments.values()
+        mine = {id(kind) for kind in first.kinds}
+        assert {id(kind) for kind in second.kinds} == mine
+        assert_holds(tier, [*salted, *again], [])

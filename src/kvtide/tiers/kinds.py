@@ -15,6 +15,8 @@ from kvtide.errors import CorruptRecord
 
 _KIND = struct.Struct("<I32s32sB32sB64sIII")
 _SHARD_COUNT = struct.Struct("<I")  # at its end
+_NUMBER = struct.Struct("<I")  # at its beginning
+_NO_NUMBER = bytes(_NUMBER.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,9 @@ class Kind:
 
     root: RootName
     layout: KVLayout
+
+    def __hash__(self) -> int:
+        return hash(self.root.key)  # tells nearly all apart, and is not made of a dozen others
 
 
 def kind_length_bytes(kind: Kind) -> int:
@@ -67,15 +72,17 @@ def read_kind(body: memoryview) -> Definition:
     (shard_count,) = _SHARD_COUNT.unpack_from(body, _KIND.size - _SHARD_COUNT.size)
     if shard_count > codec.SHARDS_MAX:
         raise CorruptRecord(f"a definition has {shard_count} shards")
-    return _definition(bytes(body[: _KIND.size + 8 * shard_count]))
+    length_bytes = _KIND.size + 8 * shard_count
+    (number,) = _NUMBER.unpack_from(body)
+    kind = _kind(bytes(_NO_NUMBER + body[_NUMBER.size : length_bytes]))
+    return Definition(number, kind, length_bytes)
 
 
-@lru_cache(maxsize=1024)
-def _definition(body: bytes) -> Definition:
-    """What all of these bytes say; thousands of segments say the same."""
-    number, key, fingerprint, salt_bytes, salt, epoch_bytes, epoch, *sizes = _KIND.unpack_from(
-        body
-    )
+@lru_cache(maxsize=16_384)
+def _kind(body: bytes) -> Kind:
+    """What a definition says, but for its number: thousands of segments say the same of each of
+    thousands of salts, under other numbers."""
+    _, key, fingerprint, salt_bytes, salt, epoch_bytes, epoch, *sizes = _KIND.unpack_from(body)
     block_tokens, blocks_per_chunk, shard_count = sizes
     if not (
         shard_count > 0
@@ -91,4 +98,4 @@ def _definition(body: bytes) -> Definition:
         raise CorruptRecord(f"a definition has cells that cannot be: {cell_bytes}")
     root = RootName(key, fingerprint, epoch[:epoch_bytes], salt[:salt_bytes])
     layout = KVLayout(block_tokens, block_tokens * blocks_per_chunk, cell_bytes)
-    return Definition(number, Kind(root, layout), len(body))
+    return Kind(root, layout)

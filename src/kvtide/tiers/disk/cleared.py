@@ -87,6 +87,8 @@ class Clears:
         self._to_remove: dict[str, None] = {}
         self._unmade: set[str] = set()
         self._left_alone = 0
+        self.left_alone_last = 0
+        """The last segment of which it is not known what it holds."""
         self._failure = ""  # of the last that was to be done
 
     @property
@@ -119,13 +121,16 @@ class Clears:
 
     def leave_alone(self, segment: int) -> None:
         """What this one holds is not known: all clears of it stay."""
-        self._left_alone = self._left_alone or segment
+        self._left_alone, self.left_alone_last = self._left_alone or segment, segment
 
     # ---- later
 
     def add(self, scope: Scope, up_to: int, *, is_waiting: bool) -> None:
-        """A clear of all segments up to this one; with `is_waiting`, of a drive that works."""
-        if not up_to:
+        """A clear of all segments up to this one, 0: none has any of it; with `is_waiting`, of a
+        drive that works."""
+        wait_s = WAIT_S_MAX if is_waiting else 0.0
+        if not up_to:  # the names of segments that had some are gone for good by this
+            self._workers.clear(ClearOp((), ()), wait_s)
             return
         gone = [scope] if scope in self._up_to else []
         if scope == EVERYTHING:
@@ -136,7 +141,7 @@ class Clears:
         self._to_remove.pop(name_of(scope, up_to), None)
         self._to_make[name_of(scope, up_to)] = None
         self._unmade.add(name_of(scope, up_to))
-        self.retry(WAIT_S_MAX if is_waiting else 0.0)
+        self.retry(wait_s)
 
     def forget(self, segments: Iterable[int]) -> None:
         """Only these segments are left: clears of none of them are done with."""

@@ -265,7 +265,6 @@ class Directory:
                     ) from error
                 if error.errno not in REFUSED:
                     logger.warning("disk %s cannot be written to: %s", self.path, error)
-                    self.is_direct = True
                     return
                 logger.info(
                     "disk %s: plain I/O, since its file system refuses O_DIRECT (%s)",

@@ -14,7 +14,7 @@ Ownership: the node's owner thread.
 import operator
 from array import array
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import reduce
 
 from kvtide.core.keys import KEY_BYTES
@@ -38,6 +38,7 @@ class LazyCatalog(Catalog):
         self._gone_keys: dict[bytes, int] = {}  # what is gone, and from which segment
         self._doomed: list[Place] = []
         self._was_used: Mapping[int, set[int]] = {}
+        self._left: list[int] = []  # segments of which no rows were made by the end
 
     # ---- asking
 
@@ -49,6 +50,8 @@ class LazyCatalog(Catalog):
     def match(self, kind: int | None, parent: bytes, keys: bytes, digests: bytes) -> Match:
         if self._untaken and digests and kind is not None:
             self._take_in(self._untaken.pop_with_first(digests))
+        if self._untaken and kind is not None and parent != self.kinds[kind].kind.root.key:
+            self.find(parent, kind)  # whose children know it only once it is there
         found = super().match(kind, parent, keys, digests)
         is_all = len(found.rows) * KEY_BYTES >= len(keys)
         if self._untaken and kind is not None and not is_all:
@@ -134,9 +137,16 @@ class LazyCatalog(Catalog):
             self._take_in([self._untaken.pop()])
 
     def leave_rest(self) -> None:
-        """Nothing is asked for any more."""
-        self._untaken.clear()
+        """Nothing is asked for any more but what was `used`."""
+        self._left = self._untaken.clear()
         self._parentless.clear()
+
+    def used(self) -> Iterator[Place]:
+        """Of what was left as it was, what was used before the start."""
+        yield from super().used()
+        for segment in self._left:
+            for page in sorted(self._was_used.get(segment, ())):
+                yield Place(segment, page * CELL_ALIGN_BYTES, 0)
 
     def _take_in(self, some: list[Untaken]) -> None:
         """Make rows of segments, in any order."""
@@ -147,12 +157,12 @@ class LazyCatalog(Catalog):
             self._firsts.take(one.columns.firsts, rows)
             fresh = dict(zip(keys, rows, strict=True))
             self._remove_gone(one, fresh)
-            before = len(self.index)
+            twins = [(key, self.index[key]) for key in fresh.keys() & self.index.keys()]
             self.index.update(fresh)
             for key in self._held.keys() & fresh.keys():
                 self._mark(fresh[key])
-            if len(self.index) != before + len(fresh):
-                self._part_twins(fresh)
+            for key, row in twins:
+                self._part_twins(key, row, fresh[key])
             self._link(one, fresh)
             for number in one.kinds:
                 self.leave_kind(number)
@@ -181,14 +191,11 @@ class LazyCatalog(Catalog):
                 self.marks[row] |= 1
         self._digests.take(one.segment, base, columns.digests, columns.blocks)
 
-    def _part_twins(self, fresh: dict[bytes, int]) -> None:
+    def _part_twins(self, key: bytes, *rows: int) -> None:
         """Of two records with one key that of the later segment counts."""
-        for row, key in enumerate(self.keys):
-            other = fresh.get(key) if key is not None else None
-            if key is not None and other is not None and other != row:
-                loser, winner = sorted((row, other), key=self._segments.__getitem__)
-                self.index[key] = winner
-                self._doomed.append(self.remove(loser))
+        loser, winner = sorted(rows, key=self._segments.__getitem__)
+        self.index[key] = winner
+        self._doomed.append(self.remove(loser))
 
     def _remove_gone(self, one: Untaken, fresh: dict[bytes, int]) -> None:
         """Rows that are not there any more, and earlier twins of those, which nobody could take

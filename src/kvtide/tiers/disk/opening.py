@@ -29,6 +29,7 @@ def open_disk(
         wake,
         sync=options["sync"],
         queue_bytes_max=queue_bytes_max,
+        auto_ratio=RATIO_AUTO if options["bytes_max"] == "auto" else 0.0,
     )
 
 

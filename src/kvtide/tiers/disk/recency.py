@@ -10,10 +10,13 @@ goes first. A file that is not as it was written says nothing.
 import os
 import struct
 import sys
+import threading
+import time
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 
 from kvtide.codec import record as codec
 from kvtide.core.layout import CELL_ALIGN_BYTES
@@ -66,6 +69,15 @@ def write(directory: Directory, content: bytes) -> None:
         finally:
             files.close(descriptor)
         files.rename(path + TEMPORARY, path)
+
+
+def write_until(directory: Directory, content: bytes, until: float) -> None:
+    """The same, but no longer than until then: the drive may hang."""
+    work = partial(write, directory, content)
+    thread = threading.Thread(target=work, name="kvtide-disk-used", daemon=True)
+    with suppress(RuntimeError):  # the machine grants no thread
+        thread.start()
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def take(directory: Directory) -> Mapping[int, set[int]]:

@@ -20,6 +20,7 @@ from kvtide.tiers.disk.catalog import Place
 from kvtide.tiers.disk.directory import SEGMENT, SEGMENT_NUMBER_MAX, Ours
 from kvtide.tiers.disk.ops import FreeOp, UnlinkOp
 from kvtide.tiers.kinds import Kind
+from kvtide.tiers.scope import Scope
 from kvtide.units import GiB, KiB, MiB, round_up
 
 SEGMENTS_WANTED = 16
@@ -95,8 +96,7 @@ class Space:
 
     def __init__(self, bytes_max: int, segment_bytes: int | None) -> None:
         self.bytes_max = bytes_max
-        wanted = max(SEGMENT_BYTES_MIN, min(bytes_max // SEGMENTS_WANTED, SEGMENT_BYTES_MAX))
-        self.segment_bytes = segment_bytes or wanted
+        self._segment_bytes = segment_bytes
         self.segments: dict[int, Segment] = {}
         self.active: Segment | None = None
         self.next_number = 1
@@ -112,6 +112,12 @@ class Space:
         """Given up since a store had room, and not free above what the drive had before."""
         self._drive_bytes = 0  # used and free, when the drive was asked last
         self._asked_used_bytes = 0  # used then
+
+    @property
+    def segment_bytes(self) -> int:
+        """Where a segment is full."""
+        wanted = min(self.bytes_max // SEGMENTS_WANTED, SEGMENT_BYTES_MAX)
+        return self._segment_bytes or max(SEGMENT_BYTES_MIN, wanted)
 
     @property
     def used_bytes(self) -> int:
@@ -160,8 +166,16 @@ class Space:
         )
 
     def could_hold(self, need_bytes: int) -> bool:
-        """Whether it would fit if nothing else were there."""
-        return need_bytes + STANDING_BYTES + PAGE + EXTENTS_BYTES <= self.held_bytes_max
+        """Whether it would fit if no record were there."""
+        return self._least_bytes(need_bytes) <= self.held_bytes_max
+
+    def is_cap_enough(self, need_bytes: int) -> bool:
+        """Whether it would, were all of the drive ours."""
+        return self._least_bytes(need_bytes) <= self.bytes_max
+
+    def _least_bytes(self, need_bytes: int) -> int:
+        """Taken once it is there, whatever is evicted for it."""
+        return self.other_bytes + need_bytes + STANDING_BYTES + PAGE + EXTENTS_BYTES
 
     def is_above_floor(self, need_bytes: int) -> bool:
         """Whether the file system keeps its free space."""
@@ -186,9 +200,21 @@ class Space:
         self.vain_bytes = max(0, self.vain_bytes + min(lost_bytes, given_bytes))
         self._drive_bytes, self._asked_used_bytes = drive_bytes, self.used_bytes
 
+    def grow(self, ratio: float) -> int:
+        """The cap, which is this share of what is free and ours if that is more by now: where a
+        drive was full for a while when the node started, it must not stay small for its life."""
+        self.bytes_max = max(self.bytes_max, int(ratio * self._drive_bytes))
+        return self.bytes_max
+
     def excess_bytes(self, need_bytes: int, limit_bytes: int) -> int:
         """What is still to be evicted to stay below a limit, beside what is on its way out."""
         return self.committed_bytes + need_bytes - self.freeing_bytes - limit_bytes
+
+    def last_with(self, scope: Scope) -> int:
+        """Number of the last segment that something was written to which this means, 0: none."""
+        segments = self.segments.items()
+        having = (n for n, one in segments if any(scope.has(kind.root) for kind in one.kinds))
+        return max(having, default=0)
 
     def place(self, segment: Segment, kind: Kind, length_bytes: int, blocks: int) -> Place:
         """Where the next record goes; its reserve is the caller's to add."""

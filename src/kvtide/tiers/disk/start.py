@@ -64,6 +64,7 @@ class _Read:
             of them that the segment file does not hold whole, which no row says yet.
         is_sealed: its index says so, but for what is gone.
         allocated: what its files take, by suffix.
+        fault: why it is left alone, and nothing of it known; empty: it is not.
     """
 
     columns: Columns
@@ -71,6 +72,7 @@ class _Read:
     is_sealed: bool
     allocated: dict[str, int] = field(default_factory=dict)
     cut: set[int] = field(default_factory=set)
+    fault: str = ""
 
 
 def open_directory(
@@ -146,6 +148,7 @@ def _take_all(
     numbers = _names(directory, clears)
     space.other_bytes = directory.files.size_at(directory.lock_path).allocated_bytes
     places: list[Place] = []
+    faults: list[str] = []
     ordered = sorted(numbers)
     scratch = Scratch()
     _want(directory, ordered[:AHEAD], numbers)
@@ -156,6 +159,16 @@ def _take_all(
         read = _read_one(directory, number, numbers[number], scratch)
         if read is not None:
             places += _take_one(catalog, space, clears, number, read)
+            faults += [read.fault] if read.fault else []
+    if faults:
+        logger.warning(
+            "disk %s: %d of %d segments are left alone, and count against the cap with %s; %s",
+            directory.path,
+            len(faults),
+            len(ordered),
+            format_bytes(space.other_bytes),
+            faults[0],
+        )
     space.next_number = max(space.next_number, clears.last + 1)
     clears.forget(space.segments)
     catalog.remember(recency.take(directory))
@@ -199,8 +212,7 @@ def _read_one(
             _unlink(directory, number)
             return None
     except (OSError, UnknownFormat, CorruptRecord) as error:
-        logger.warning("disk %s: segment %d is left alone: %s", directory.path, number, error)
-        read = _Read(Columns(), set(), is_sealed=False)
+        read = _Read(Columns(), set(), is_sealed=False, fault=f"segment {number}: {error}")
     for suffix in SUFFIXES:
         if suffix in read.allocated or suffix not in (*suffixes, INDEX):
             continue
@@ -213,7 +225,7 @@ def _read_one(
 def _take_one(
     catalog: LazyCatalog, space: Space, clears: Clears, number: int, read: _Read
 ) -> list[Place]:
-    if not len(read.columns):
+    if read.fault:
         clears.leave_alone(number)
         space.other_bytes += sum(read.allocated.values())
         return []
@@ -319,15 +331,27 @@ def _as_said(index: Columns, rows: Rows | None) -> _Read:
 
 
 def _sealed(directory: Directory, number: int, columns: Columns) -> bool:
-    """Write its index; where that fails the rows log goes on to say the same."""
+    """Write its index, of records that outlive a loss of power as those of any sealed segment do;
+    where that fails the rows log goes on to say the same."""
     if not len(columns):
         return False
     try:
+        if directory.sync != "none":
+            _sync(directory, number)
         sealing.write_index(directory, number, columns)
     except OSError as error:
         logger.warning("disk %s: no index of segment %d: %s", directory.path, number, error)
         return False
     return True
+
+
+def _sync(directory: Directory, number: int) -> None:
+    """Let the drive have the records of a segment; raises OSError."""
+    descriptor = directory.files.open(directory.at(number, SEGMENT), os.O_RDONLY)
+    try:
+        directory.files.sync(descriptor)
+    finally:
+        directory.files.close(descriptor)
 
 
 def _give_back(directory: Directory, number: int, columns: Columns) -> None:

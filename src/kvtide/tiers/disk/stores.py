@@ -297,7 +297,7 @@ class Stores:
                 return True
         segment = space.active or space.begin()
         space.vain_bytes = 0
-        self._found_room()
+        self._found_room(reserve)
         place = space.place(segment, state.kind, length, record.blocks)
         space.reserved_bytes += reserve
         pending.op = StoreOp(pending.job, place, state.kind, pending.kind, reserve, space.refusals)
@@ -320,28 +320,38 @@ class Stores:
     @property
     def reason(self) -> str:
         """Why nothing is stored though the place works, in words; empty: it is."""
-        lacking = self._lacking_bytes
-        return "" if not lacking or self._space.is_above_floor(lacking) else self._full_story()
+        return self._full_story(self._lacking_bytes) if self._lacking_bytes else ""
 
-    def _full_story(self) -> str:
-        free, floor = format_bytes(self._space.free_bytes), format_bytes(self._space.floor_bytes)
-        return f"the drive is full: {free} are free, and {floor} are left to others"
+    def _full_story(self, need_bytes: int) -> str:
+        """Why there is no room for so much, whatever is evicted; empty: there may be."""
+        space = self._space
+        if not space.is_above_floor(need_bytes):
+            free, floor = format_bytes(space.free_bytes), format_bytes(space.floor_bytes)
+            return f"the drive is full: {free} are free, and {floor} are left to others"
+        cap, left = format_bytes(space.bytes_max), format_bytes(space.other_bytes)
+        if not space.is_cap_enough(need_bytes - space.other_bytes):
+            return f"the cap of {cap} is too small for a chunk of {format_bytes(need_bytes)}"
+        if not space.is_cap_enough(need_bytes):
+            return f"{left} of the cap of {cap} are taken by segments that are left alone"
+        return ""
 
     def _found_full(self, need_bytes: int) -> None:
-        """A store ends for want of room; say so once, if it is the drive that has none."""
-        space = self._space
-        if space.held_bytes_max >= space.bytes_max or space.is_above_floor(need_bytes):
+        """A store ends for want of room; say so once, if evicting does not help."""
+        space, story = self._space, self._full_story(need_bytes)
+        is_cap_held = space.held_bytes_max >= space.bytes_max and space.is_cap_enough(need_bytes)
+        if not story or is_cap_held:
             return
         if not self._lacking_bytes:
             logger.warning(
-                "%s: %s; nothing is stored until there is room, what is there is still found",
+                "%s: %s; what finds no room is not stored, what is there is still found",
                 self._disk,
-                self._full_story(),
+                story,
             )
         self._lacking_bytes = need_bytes
 
-    def _found_room(self) -> None:
-        if self._lacking_bytes:
+    def _found_room(self, need_bytes: int) -> None:
+        """There is room for so much: for what was lacking too, if that was no more."""
+        if 0 < self._lacking_bytes <= need_bytes:
             self._lacking_bytes = 0
             logger.warning("%s: the drive has room again", self._disk)
 

@@ -14,12 +14,9 @@ ended by a queue that `poll` empties.
 
 import errno
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from kvtide.bounds import T_LOAD_MS
@@ -87,6 +84,7 @@ class DiskTier:
         segment_bytes: where a segment is full; by default a sixteenth of the cap, between 16 MiB
             and 1 GiB.
         files: the file system, for tests.
+        auto_ratio: the cap grows to this share of what the drive has for us.
 
     Raises:
         ConfigError: another node uses the directory, or it cannot be used.
@@ -105,10 +103,12 @@ class DiskTier:
         floor_bytes: int | None = None,
         segment_bytes: int | None = None,
         files: Files | None = None,
+        auto_ratio: float = 0.0,
     ) -> None:
         """Open the directory and read what is there; blocks for as long as that takes."""
         self.path = path
         self.bytes_max = bytes_max
+        self._auto_ratio = auto_ratio
         self._wake = wake
         self._now_ms = 0
         self._measured_ms = 0
@@ -209,13 +209,11 @@ class DiskTier:
         return {n for n, state in kinds if not state.is_retired and scope.has(state.kind.root)}
 
     def _last_segment_of(self, scope: Scope) -> int:
-        """What is stored from now on lies behind it."""
-        active = self._space.active
-        if active is not None:
-            if not any(scope.has(kind.root) for kind in active.kinds):
-                return active.number - 1
+        """That may hold what this means, 0: none does; what is stored from now on lies behind."""
+        last = self._space.last_with(scope)
+        if self._space.active is not None and self._space.active.number == last:
             self._room.roll()
-        return self._space.next_number - 1
+        return max(last, self._clears.left_alone_last)
 
     def remove(self, keys: Iterable[bytes]) -> int:
         """Take these records away, and what lies behind them; how many there were."""
@@ -313,6 +311,7 @@ class DiskTier:
             case MeasureOp():
                 self._is_measuring = False
                 self._space.asked_drive()
+                self.bytes_max = self._space.grow(self._auto_ratio)
                 self._clears.forget(self._space.segments)
             case ProbeOp():
                 self._look_at_directory()
@@ -458,15 +457,10 @@ class DiskTier:
         return self._room.unsaid_count
 
     def _leave_recency(self, until: float) -> None:
-        """For the next start, where there is room and the drive does not hang."""
+        """For the next start, where there is room."""
         content = recency.encode(self._catalog.used())
-        if self._writes.is_open or not self._space.is_room_for(len(content)):
-            return
-        work = partial(recency.write, self._directory, content)
-        thread = threading.Thread(target=work, name="kvtide-disk-used", daemon=True)
-        with suppress(RuntimeError):  # the machine grants no thread
-            thread.start()
-            thread.join(max(0.0, until - time.monotonic()))
+        if not self._writes.is_open and self._space.is_room_for(len(content)):
+            recency.write_until(self._directory, content, until)
 
     def _shrink(self, until: float) -> None:
         """A cap that is lower than it was holds before anybody is served, or nearly."""

@@ -63,9 +63,11 @@ class UntakenSegments:
         first = digests[:FIRST_BYTES]
         return self._pop(lambda columns: _has(columns.firsts, first, FIRST_BYTES))
 
-    def clear(self) -> None:
-        """Nobody asks any more."""
+    def clear(self) -> list[int]:
+        """Nobody asks any more; the numbers of all that were left."""
+        left = list(self._segments)
         self._segments.clear()
+        return left
 
     def _pop(self, is_wanted: Callable[[Columns], bool]) -> list[Untaken]:
         wanted = [one for one in self._segments.values() if is_wanted(one.columns)]
