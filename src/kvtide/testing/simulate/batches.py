@@ -1,0 +1,499 @@
+"""The scheduler of a toy engine: which request computes how much in which step, in which blocks.
+
+As vLLM's, in few words: slices of long prompts, preemption when blocks run out, priorities, aborts
+at any moment, a prefix cache of its own, loads that run beside the steps, and, where it is
+asynchronous, a step that is scheduled before the last one's tokens are known. Its hooks are called
+in vLLM's order, on the very `SchedulerSide` that a vLLM engine has.
+"""
+
+import enum
+import hashlib
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from kvtide.engines.vllm.metadata import StepPlan
+
+
+class Status(enum.Enum):
+    """Where a request is."""
+
+    WAITING = enum.auto()
+    LOADING = enum.auto()
+    RUNNING = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """As vLLM's LoRARequest, as far as it is looked at."""
+
+    lora_int_id: int
+    lora_path: str
+
+
+class ToyRequest:
+    """One request, with the attributes of vLLM's that are read."""
+
+    prompt_embeds = None
+    resumable = False
+    kv_transfer_params = None
+    mm_features = ()
+
+    def __init__(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        salt: str | None = None,
+        adapter: Adapter | None = None,
+        priority: int = 0,
+        weights: int = 0,
+        skips_reading: bool = False,
+    ) -> None:
+        self.request_id = number
+        self.all_token_ids = list(prompt)
+        self.num_prompt_tokens = len(prompt)
+        self.max_tokens = max_tokens
+        self.cache_salt = salt
+        self.lora_request = adapter
+        self.priority = priority
+        self.weights = weights
+        """What its KV is computed with: the engine's weights and the adapter's."""
+        self.skip_reading_prefix_cache = skips_reading
+        self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
+        self.num_output_placeholders = 0
+        self.num_stale_tokens = 0
+        self.num_preemptions = 0
+        self.status = Status.WAITING
+        self.is_load_over = False
+        self.has_load_failed = False
+        self.blocks: list[int] = []
+        self.was_scheduled = False
+        self.since_us = 0
+        self.external_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: the prompt's and those that were generated."""
+        return len(self.all_token_ids)
+
+    @property
+    def generated(self) -> list[int]:
+        """What it has generated so far."""
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first, where priorities count."""
+        return (self.priority, self.request_id)
+
+
+@dataclass(slots=True)
+class Cached:
+    """Of requests that workers know already."""
+
+    req_ids: list[int] = field(default_factory=list)
+    new_block_ids: list[tuple[list[int]] | None] = field(default_factory=list)
+    resumed_req_ids: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Work:
+    """What ranks compute of one request in a step."""
+
+    request_id: int
+    weights: int
+    start: int
+    count: int
+    table: list[int]
+    tokens: list[int]
+    """All that are known when it is scheduled."""
+    is_last: bool
+    """Whether the next token follows from it."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One step, with the names of vLLM's SchedulerOutput where hooks read it."""
+
+    num_scheduled_tokens: dict[int, int] = field(default_factory=dict)
+    scheduled_cached_reqs: Cached = field(default_factory=Cached)
+    preempted_req_ids: set[int] = field(default_factory=set)
+    scheduled_spec_decode_tokens: dict[int, list[int]] = field(default_factory=dict)
+    has_sync_kv_loads: bool = False
+    total_num_scheduled_tokens: int = 0
+    work: list[Work] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    """Requests that workers may forget."""
+    plan: StepPlan = field(default_factory=StepPlan)
+
+
+class Blocks:
+    """The engine's KV blocks: owned, or free and maybe still holding a cached prefix."""
+
+    def __init__(self, block_count: int, block_tokens: int, *, is_cached: bool) -> None:
+        self.block_tokens = block_tokens
+        self._is_cached = is_cached
+        self._free: OrderedDict[int, None] = OrderedDict((n, None) for n in range(block_count))
+        self._owners = [0] * block_count
+        self._by_name: dict[bytes, int] = {}
+        self._names: dict[int, bytes] = {}
+
+    @property
+    def free_count(self) -> int:
+        """Blocks that can be given out."""
+        return len(self._free)
+
+    def names(self, request: ToyRequest, count: int) -> list[bytes]:
+        """What the first blocks of a request are called in this engine's own cache."""
+        running = hashlib.blake2b(digest_size=16)
+        running.update(f"{request.cache_salt} {request.weights}".encode())
+        found, size = [], self.block_tokens
+        for block in range(count):
+            running.update(struct.pack(f"{size}I", *request.all_token_ids[block * size :][:size]))
+            found.append(running.digest())
+        return found
+
+    def cached_prefix(self, request: ToyRequest) -> list[int]:
+        """The blocks of a request that this engine's own cache has; one token is left over."""
+        if not self._is_cached or request.skip_reading_prefix_cache:
+            return []
+        found = []
+        for name in self.names(request, (request.num_tokens - 1) // self.block_tokens):
+            block = self._by_name.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def cache(self, request: ToyRequest, token_count: int) -> None:
+        """Its first tokens are, or will be at the end of this step, in its blocks."""
+        if not self._is_cached:
+            return
+        count = min(token_count, request.num_tokens) // self.block_tokens
+        for block, name in zip(request.blocks, self.names(request, count), strict=False):
+            if block not in self._names and name not in self._by_name:
+                self._names[block] = name
+                self._by_name[name] = block
+
+    def own(self, blocks: Iterable[int]) -> None:
+        """One more request has these."""
+        for block in blocks:
+            self._owners[block] += 1
+            self._free.pop(block, None)
+
+    def take(self, count: int) -> list[int]:
+        """Free blocks, those first that were freed longest ago; what they cached is gone."""
+        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
+            self._owners[block] = 1
+            name = self._names.pop(block, None)
+            if name is not None:
+                del self._by_name[name]
+        return taken
+
+    def let_go(self, blocks: Sequence[int]) -> None:
+        """One request has these no more."""
+        for block in reversed(blocks):
+            self._owners[block] -= 1
+            assert self._owners[block] >= 0, block
+            if not self._owners[block]:
+                self._free[block] = None
+
+    def forget(self) -> None:
+        """Nothing that is cached is found any more."""
+        self._names.clear()
+        self._by_name.clear()
+
+
+class Batches:
+    """The scheduler: requests in, steps out, outcomes in."""
+
+    def __init__(
+        self,
+        side: Any,
+        blocks: Blocks,
+        *,
+        step_tokens: int,
+        sequences_max: int,
+        is_async: bool,
+        has_priorities: bool,
+    ) -> None:
+        self.side = side
+        self.blocks = blocks
+        self.requests: dict[int, ToyRequest] = {}
+        self.waiting: list[ToyRequest] = []
+        self.running: list[ToyRequest] = []
+        self._step_tokens = step_tokens
+        self._sequences_max = sequences_max
+        self._is_async = is_async
+        self._has_priorities = has_priorities
+        self._ended: list[int] = []
+        self._told_late: set[int] = set()
+        """Preempted between two steps: the next one tells."""
+        side.bind(SimpleNamespace(get_block_ids=self._block_ids))
+
+    def _block_ids(self, request_id: int) -> tuple[list[int]]:
+        return (list(self.requests[request_id].blocks),)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.requests or self._ended) or bool(self.side.has_work)
+
+    # ---- requests come and go
+
+    def add(self, request: ToyRequest) -> None:
+        """A request comes."""
+        self.requests[request.request_id] = request
+        self._enqueue(request)
+        self.side.on_new_request(request)
+
+    def _enqueue(self, request: ToyRequest, *, first: bool = False) -> None:
+        if self._has_priorities:
+            self.waiting.append(request)
+            self.waiting.sort(key=lambda one: one.order)
+        else:
+            self.waiting.insert(0 if first else len(self.waiting), request)
+
+    def finish(self, request: ToyRequest) -> None:
+        """It ends: by itself, or because nobody wants it any more."""
+        if request.status is Status.ENDED:
+            return
+        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        is_loading = request.status is Status.LOADING and not request.is_load_over
+        request.status = Status.ENDED
+        used = -(-request.num_computed_tokens // self.blocks.block_tokens)
+        self.side.request_finished(request, request.blocks[:used])
+        self._ended.append(request.request_id)
+        if not is_loading:  # else a rank may still write its blocks
+            self._free(request)
+
+    def _free(self, request: ToyRequest) -> None:
+        self.blocks.let_go(request.blocks)
+        request.blocks = []
+        del self.requests[request.request_id]
+
+    def reset_cache(self) -> None:
+        """As `reset_prefix_cache` of vLLM, the connector's included."""
+        self.blocks.forget()
+        self.side.reset_cache()
+
+    # ---- a step is made
+
+    def schedule(self) -> Step:
+        """Who computes what next; and what the connector wants done beside it."""
+        step = Step()
+        left = self._schedule_running(step, self._step_tokens)
+        if not step.preempted_req_ids:
+            self._schedule_waiting(step, left)
+        step.preempted_req_ids |= self._told_late
+        self._told_late = set()
+        step.total_num_scheduled_tokens = sum(step.num_scheduled_tokens.values())
+        step.ended, self._ended = self._ended, []
+        step.plan = self.side.build_plan(step)
+        for request_id, count in step.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            request.was_scheduled = True
+            request.num_computed_tokens += count
+            request.num_in_flight_tokens += count
+            known = request.num_tokens + request.num_output_placeholders
+            if self._is_async and request.num_computed_tokens >= known:
+                request.num_output_placeholders += 1
+        return step
+
+    def _schedule_running(self, step: Step, left: int) -> int:
+        index = 0
+        while index < len(self.running) and left > 0:
+            request = self.running[index]
+            known = request.num_tokens + request.num_output_placeholders
+            ends = request.num_prompt_tokens + request.max_tokens
+            is_last = request.num_output_placeholders and known >= ends
+            count = min(known - request.num_computed_tokens, left)
+            if is_last or count <= 0:
+                index += 1
+                continue
+            grown = self._grow(step, request, request.num_computed_tokens + count)
+            if grown is None:
+                break
+            index = self.running.index(request) + 1
+            self._scheduled(step, request, count, grown)
+            left = self._step_tokens - sum(step.num_scheduled_tokens.values())
+        return left
+
+    def _grow(self, step: Step, request: ToyRequest, token_count: int) -> list[int] | None:
+        """Blocks for so many tokens; others are preempted for them. None: it is preempted itself."""
+        wanted = -(-token_count // self.blocks.block_tokens) - len(request.blocks)
+        while wanted > self.blocks.free_count:
+            victim = self.running[-1]
+            if self._has_priorities:
+                victim = max(self.running, key=lambda one: one.order)
+            self._preempt(step, victim)
+            if victim is request:
+                return None
+        blocks = self.blocks.take(max(0, wanted))
+        request.blocks += blocks
+        return blocks
+
+    def _preempt(self, step: Step, victim: ToyRequest) -> None:
+        """It loses its blocks and starts again later; steps on their way still bring its tokens."""
+        self.running.remove(victim)
+        if victim.request_id in step.num_scheduled_tokens:
+            del step.num_scheduled_tokens[victim.request_id]
+            step.work = [one for one in step.work if one.request_id != victim.request_id]
+            cached = step.scheduled_cached_reqs
+            if victim.request_id in cached.req_ids:
+                place = cached.req_ids.index(victim.request_id)
+                del cached.req_ids[place], cached.new_block_ids[place]
+        self.blocks.let_go(victim.blocks)
+        victim.blocks = []
+        victim.status = Status.WAITING
+        victim.num_computed_tokens = 0
+        victim.num_output_placeholders = 0
+        victim.num_stale_tokens = victim.num_in_flight_tokens
+        victim.num_preemptions += 1
+        step.preempted_req_ids.add(victim.request_id)
+        self._enqueue(victim, first=True)
+
+
+    def preempt_last(self) -> None:
+        """As when blocks run out, to the last request that runs."""
+        if self.running:
+            step = Step()
+            self._preempt(step, self.running[-1])
+            self._told_late |= step.preempted_req_ids
+
+    def _scheduled(
+        self, step: Step, request: ToyRequest, count: int, blocks: list[int], *, is_first: bool = False
+    ) -> None:
+        start, end = request.num_computed_tokens, request.num_computed_tokens + count
+        request_id, cached = request.request_id, step.scheduled_cached_reqs
+        step.num_scheduled_tokens[request_id] = count
+        known = request.num_tokens + request.num_output_placeholders
+        work = Work(request_id, request.weights, start, count, list(request.blocks), [], end >= known)
+        work.tokens = list(request.all_token_ids)
+        step.work.append(work)
+        if request.was_scheduled:
+            cached.req_ids.append(request_id)
+            if is_first:
+                cached.resumed_req_ids.add(request_id)
+                blocks = list(request.blocks)
+            cached.new_block_ids.append((blocks,) if blocks else None)
+        self.blocks.cache(request, end)
+
+    def _schedule_waiting(self, step: Step, left: int) -> None:
+        skipped: list[ToyRequest] = []
+        while self.waiting and left > 0 and len(self.running) < self._sequences_max:
+            request = self.waiting.pop(0)
+            if not self._is_ready(request):
+                skipped.append(request)
+                continue
+            count = self._admit(request, left)
+            if count is None:
+                self.waiting.insert(0, request)
+                break
+            if not count:
+                skipped.append(request)
+                continue
+            self.running.append(request)
+            request.status = Status.RUNNING
+            self._scheduled(step, request, count, [], is_first=True)
+            left -= count
+        self.waiting = skipped + self.waiting
+
+    def _is_ready(self, request: ToyRequest) -> bool:
+        if request.num_stale_tokens:
+            return False
+        if request.status is not Status.LOADING:
+            return True
+        if not request.is_load_over:
+            return False
+        request.status = Status.WAITING
+        if not request.num_computed_tokens:
+            self.blocks.let_go(request.blocks)
+            request.blocks = []
+        self.blocks.cache(request, request.num_computed_tokens)
+        request.is_load_over = request.has_load_failed = False
+        return True
+
+    def _admit(self, request: ToyRequest, left: int) -> int | None:
+        """Tokens that it computes in this step; 0: it waits, or loads; None: there is no room."""
+        size = self.blocks.block_tokens
+        local: list[int] = []
+        external = 0
+        computed = request.num_computed_tokens
+        if not computed:
+            local = self.blocks.cached_prefix(request)
+            found = self.side.matched_tokens(request, len(local) * size)
+            if found is None:
+                return 0
+            external = found
+            computed = len(local) * size + external
+        count = 0 if external else min(request.num_tokens - computed, left)
+        assert external or count > 0, (external, count)
+        needed = -(-(computed + count) // size) - len(local) - len(request.blocks)
+        own = [block for block in local if not self.blocks._owners[block]]
+        if needed > self.blocks.free_count - len(own):
+            return None
+        self.blocks.own(local)
+        request.blocks = request.blocks + local + self.blocks.take(max(0, needed))
+        self.side.allocated(request, list(request.blocks), external)
+        request.num_computed_tokens = computed
+        if external:
+            request.status = Status.LOADING
+            request.external_tokens += external
+        return count
+
+    # ---- a step has ended
+
+    def take_output(
+        self, step: Step, tokens: dict[int, int], ended: set[int], failed: set[int]
+    ) -> list[ToyRequest]:
+        """What ranks say of a step; the requests that have ended with it."""
+        self._note_failed(failed)
+        over = []
+        for request_id, count in step.num_scheduled_tokens.items():
+            request = self.requests.get(request_id)
+            if request is None or request.status is Status.ENDED:
+                continue
+            request.num_in_flight_tokens -= count
+            is_stale = request.num_stale_tokens > 0
+            if is_stale:
+                request.num_stale_tokens -= count
+            token = tokens.get(request_id)
+            if token is None:
+                continue
+            request.all_token_ids.append(token)
+            if self._is_async and not is_stale:
+                request.num_output_placeholders -= 1
+            if len(request.generated) >= request.max_tokens:
+                over.append(request)
+        for request in over:
+            self.finish(request)
+        ended = ended - self.side.loads_ended(ended, failed) if ended or failed else ended
+        for request_id in sorted(ended):
+            request = self.requests[request_id]
+            if request.status is Status.ENDED:
+                self._free(request)
+            else:
+                assert request.status is Status.LOADING, (request_id, request.status)
+                request.is_load_over = True
+        return over
+
+    def _note_failed(self, failed: set[int]) -> None:
+        """What could not be loaded is computed: the request goes back to its first such block."""
+        for request in self.waiting if failed else ():
+            if request.status is not Status.LOADING:
+                continue
+            used = -(-request.num_computed_tokens // self.blocks.block_tokens)
+            for index, block in enumerate(request.blocks[:used]):
+                if block in failed:
+                    request.num_computed_tokens = index * self.blocks.block_tokens
+                    request.has_load_failed = True
+                    break

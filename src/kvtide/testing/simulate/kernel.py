@@ -1,0 +1,296 @@
+"""The simulated machine: time that jumps, events in order, processes, and threads in turn.
+
+    heap of events ─► the earliest: a callback, or a thread that goes on until it waits again
+
+Threads of production code are real threads, of which one runs at any moment: the kernel hands it
+the turn and gets it back when it waits for something (see `waiting`). So there is no race that the
+seed does not decide. Every call from production code into what is simulated is an *edge*: there a
+process may be killed, or another thread may go first.
+
+A process that is killed loses its turn for good: each of its threads finds `Killed` where it
+waits. One that stands still (SIGSTOP) keeps its events until it goes on.
+"""
+
+import hashlib
+import heapq
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+LATENCY_US_MAX = 60
+"""From a reason to go on until a thread does: so others may come first."""
+DEATH_US_MAX = 8_000
+"""From the closing of a dead process's descriptors until its pidfd tells."""
+PID_FIRST = 1_000
+
+
+class Killed(BaseException):
+    """The process is dead: not an `Exception`, which production code may catch."""
+
+
+class SimulationError(AssertionError):
+    """A law that must hold does not; the seed makes it happen again."""
+
+
+class Process:
+    """One process: alive or dead, running or standing still."""
+
+    def __init__(self, kernel: "Kernel", name: str) -> None:
+        self.name = name
+        self.pid = kernel.next_pid()
+        self.is_alive = True
+        self.stalled_until_us = 0
+        self.fuse = 0
+        """Edges left until it is killed; 0: it is not."""
+        self.threads: list[Thread] = []
+        self.files: dict[int, Any] = {}
+        """Its descriptors."""
+        self.on_death: list[Callable[[], None]] = []
+        """What closes with it at once."""
+        self.on_proof: list[Callable[[], None]] = []
+        """Called when its pidfd tells."""
+        self.is_proven_dead = False
+
+
+class Thread:
+    """A thread of a simulated process."""
+
+    def __init__(self, kernel: "Kernel", target: Callable[[], None], name: str) -> None:
+        assert kernel.current is not None, "a thread belongs to a process"
+        self.process = kernel.current
+        self.name = name
+        self.is_started = False
+        self.is_over = False
+        self.joiners: list[Waiter] = []
+        self._kernel = kernel
+        self._target = target
+        self._turn = threading.Lock()
+        self._turn.acquire()
+
+    def start(self) -> None:
+        """It runs as soon as the kernel lets it."""
+        self.is_started = True
+        self.process.threads.append(self)
+        threading.Thread(target=self._main, name=self.name, daemon=True).start()
+        self._kernel.soon(self.resume, self.process)
+
+    def _main(self) -> None:
+        self._turn.acquire()
+        try:
+            if self.process.is_alive:
+                self._target()
+        except Killed:
+            pass
+        except BaseException as error:
+            self._kernel.failed(error)
+        self.is_over = True
+        self._kernel.give_back_turn()
+
+    def resume(self) -> None:
+        """By the kernel: it goes on, until it waits or ends."""
+        if self.is_over:
+            return
+        kernel = self._kernel
+        before = kernel.current, kernel.thread
+        kernel.current, kernel.thread = self.process, self
+        self._turn.release()
+        kernel.wait_for_turn()
+        kernel.current, kernel.thread = before
+        if self.is_over:
+            for joiner in self.joiners:
+                joiner.wake()
+
+    def stop(self) -> None:
+        """On this thread: give the turn back, until it is resumed."""
+        self._kernel.give_back_turn()
+        self._turn.acquire()
+        if not self.process.is_alive:
+            raise Killed
+
+
+class Waiter:
+    """One wait of one thread: woken once, or out of time."""
+
+    __slots__ = ("_kernel", "is_over", "is_woken", "thread")
+
+    def __init__(self, kernel: "Kernel", thread: Thread) -> None:
+        self._kernel = kernel
+        self.thread = thread
+        self.is_over = False
+        self.is_woken = False
+
+    def wake(self) -> None:
+        """There is a reason to go on; a second one changes nothing."""
+        if not self.is_over:
+            self.is_over = self.is_woken = True
+            self._kernel.soon(self.thread.resume, self.thread.process)
+
+    def expire(self) -> None:
+        """The time is over."""
+        if not self.is_over:
+            self.is_over = True
+            self.thread.resume()
+
+
+class Kernel:
+    """Time, events and turns of one world."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.now_us = 1_000_000
+        self.current: Process | None = None
+        self.thread: Thread | None = None
+        self.yield_ratio = 0.0
+        """How often another thread goes first at an edge."""
+        self.event_count = 0
+        self.edge_count = 0
+        self.failure: BaseException | None = None
+        self.lines: list[str] = []
+        """The last lines of the log; all of them are in its hash."""
+        self.keeps_lines = False
+        self._hash = hashlib.sha256()
+        self._heap: list[tuple[int, int, Process | None, Callable[[], None]]] = []
+        self._number = 0
+        self._pid = PID_FIRST
+        self._turn = threading.Lock()
+        self._turn.acquire()
+
+    # ---- time and events
+
+    def next_pid(self) -> int:
+        """No two processes have the same."""
+        self._pid += 1
+        return self._pid
+
+    def at(self, time_us: int, call: Callable[[], None], process: Process | None = None) -> None:
+        """Have something called at a time, in the name of a process, if that lives then."""
+        self._number += 1
+        heapq.heappush(self._heap, (max(time_us, self.now_us), self._number, process, call))
+
+    def soon(self, call: Callable[[], None], process: Process | None = None) -> None:
+        """As soon as a machine with other things to do gets to it."""
+        self.at(self.now_us + int(self.draw.random() * LATENCY_US_MAX), call, process)
+
+    def run_until(self, time_us: int) -> None:
+        """Let everything happen that happens until then. Raises what has failed."""
+        heap = self._heap
+        while heap and heap[0][0] <= time_us:
+            event_us, _, process, call = heapq.heappop(heap)
+            self.now_us = max(self.now_us, event_us)
+            if process is not None:
+                if not process.is_alive:
+                    continue
+                if process.stalled_until_us > self.now_us:
+                    self.at(process.stalled_until_us, call, process)
+                    continue
+            self.event_count += 1
+            self.current = process
+            try:
+                call()
+            except Killed:
+                pass
+            finally:
+                self.current = None
+            if self.failure is not None:
+                raise self.failure
+        self.now_us = max(self.now_us, time_us)
+
+    def failed(self, error: BaseException) -> None:
+        """Something went wrong where nobody could raise it."""
+        self.failure = self.failure or error
+
+    def broken(self, text: str) -> SimulationError:
+        """A law does not hold: raise this. It counts, too, where production code catches it."""
+        error = SimulationError(text)
+        self.failed(error)
+        return error
+
+    # ---- turns
+
+    def wait_for_turn(self) -> None:
+        """On the kernel's thread, or on one that resumes another."""
+        self._turn.acquire()
+
+    def give_back_turn(self) -> None:
+        """On a simulated thread: whoever resumed it goes on."""
+        self._turn.release()
+
+    def wait(self, waiter: Waiter, timeout_s: float | None) -> bool:
+        """On a simulated thread: wait; whether there was a reason to go on, and not only time."""
+        if timeout_s is not None:
+            until_us = self.now_us + max(1, int(timeout_s * 1e6))
+            self.at(until_us, waiter.expire, waiter.thread.process)
+        waiter.thread.stop()
+        return waiter.is_woken
+
+    def waiter(self) -> Waiter:
+        """For the thread that runs."""
+        assert self.thread is not None, "only threads wait"
+        return Waiter(self, self.thread)
+
+    def sleep(self, time_s: float) -> None:
+        """On a simulated thread."""
+        self.wait(self.waiter(), time_s)
+
+    def edge(self) -> None:
+        """Production code calls what is simulated: its process may die here, or stand back."""
+        self.edge_count += 1
+        process = self.current
+        if process is None:
+            return
+        if process.fuse:
+            process.fuse -= 1
+            if not process.fuse:
+                self.kill(process)
+        if not process.is_alive:
+            raise Killed
+        if self.yield_ratio and self.thread and self.draw.random() < self.yield_ratio:
+            waiter = self.waiter()
+            waiter.wake()
+            self.wait(waiter, None)
+
+    # ---- life and death
+
+    def kill(self, process: Process) -> None:
+        """SIGKILL: its threads end where they are, its descriptors close, its pidfd tells later."""
+        if not process.is_alive:
+            return
+        process.is_alive = False
+        process.fuse = 0
+        self.log("killed", process.name)
+        self.at(self.now_us, lambda: self._bury(process))
+
+    def _bury(self, process: Process) -> None:
+        for thread in process.threads:
+            thread.resume()
+        for call in process.on_death:
+            call()
+        self.at(self.now_us + self.draw.randrange(DEATH_US_MAX), lambda: self._prove(process))
+
+    def _prove(self, process: Process) -> None:
+        process.is_proven_dead = True
+        for call in process.on_proof:
+            call()
+
+    def stall(self, process: Process, time_us: int) -> None:
+        """SIGSTOP, and SIGCONT after a time."""
+        process.stalled_until_us = max(process.stalled_until_us, self.now_us + time_us)
+
+    # ---- the log
+
+    def log(self, *words: object) -> None:
+        """Note what happened: the same in every run of a seed."""
+        line = f"{self.now_us} " + " ".join(map(str, words))
+        self._hash.update(line.encode())
+        if self.keeps_lines:
+            self.lines.append(line)
+
+    def log_bytes(self, data: bytes | memoryview) -> None:
+        """Note what was sent."""
+        self._hash.update(data)
+
+    @property
+    def digest(self) -> str:
+        """Of the log so far."""
+        return self._hash.hexdigest()
