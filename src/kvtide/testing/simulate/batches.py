@@ -182,6 +182,10 @@ class Blocks:
                 self._names[block] = name
                 self._by_name[name] = block
 
+    def unowned(self, blocks: Iterable[int]) -> int:
+        """How many of these are free as yet."""
+        return sum(block in self._free for block in blocks)
+
     def own(self, blocks: Iterable[int]) -> None:
         """One more request has these."""
         for block in blocks:
@@ -331,9 +335,10 @@ class Batches:
         """Blocks for so many tokens; others are preempted for them. None: it is preempted itself."""
         wanted = -(-token_count // self.blocks.block_tokens) - len(request.blocks)
         while wanted > self.blocks.free_count:
-            victim = self.running[-1]
-            if self._has_priorities:
-                victim = max(self.running, key=lambda one: one.order)
+            if self._take_from_waiting(step, request):
+                continue
+            later = [r for r in self.running if r.request_id not in step.num_scheduled_tokens]
+            victim = max(later, key=lambda one: one.order) if self._has_priorities else later[-1]
             self._preempt(step, victim)
             if victim is request:
                 return None
@@ -344,22 +349,26 @@ class Batches:
     def _preempt(self, step: Step, victim: ToyRequest) -> None:
         """It loses its blocks and starts again later; steps on their way still bring its tokens."""
         self.running.remove(victim)
-        if victim.request_id in step.num_scheduled_tokens:
-            del step.num_scheduled_tokens[victim.request_id]
-            step.work = [one for one in step.work if one.request_id != victim.request_id]
-            cached = step.scheduled_cached_reqs
-            if victim.request_id in cached.req_ids:
-                place = cached.req_ids.index(victim.request_id)
-                del cached.req_ids[place], cached.new_block_ids[place]
+        self._take_blocks(step, victim)
+        victim.status = Status.WAITING
+        self._enqueue(victim, first=True)
+
+    def _take_blocks(self, step: Step, victim: ToyRequest) -> None:
         self.blocks.let_go(victim.blocks)
         victim.blocks = []
-        victim.status = Status.WAITING
         victim.num_computed_tokens = 0
         victim.num_output_placeholders = 0
         victim.num_stale_tokens = victim.num_in_flight_tokens
         victim.num_preemptions += 1
         step.preempted_req_ids.add(victim.request_id)
-        self._enqueue(victim, first=True)
+
+    def _take_from_waiting(self, step: Step, besides: ToyRequest) -> bool:
+        """Take the blocks of a request whose load has ended and that has no turn yet, if any."""
+        for request in reversed(self.waiting):
+            if request.blocks and request is not besides and request.status is Status.WAITING:
+                self._take_blocks(step, request)
+                return True
+        return False
 
 
     def preempt_last(self) -> None:
@@ -394,7 +403,7 @@ class Batches:
             if not self._is_ready(request):
                 skipped.append(request)
                 continue
-            count = self._admit(request, left)
+            count = self._admit(step, request, left)
             if count is None:
                 self.waiting.insert(0, request)
                 break
@@ -422,7 +431,7 @@ class Batches:
         request.is_load_over = request.has_load_failed = False
         return True
 
-    def _admit(self, request: ToyRequest, left: int) -> int | None:
+    def _admit(self, step: Step, request: ToyRequest, left: int) -> int | None:
         """Tokens that it computes in this step; 0: it waits, or loads; None: there is no room."""
         size = self.blocks.block_tokens
         local: list[int] = []
@@ -438,9 +447,11 @@ class Batches:
         count = 0 if external else min(request.num_tokens - computed, left)
         assert external or count > 0, (external, count)
         needed = -(-(computed + count) // size) - len(local) - len(request.blocks)
-        own = [block for block in local if not self.blocks._owners[block]]
-        if needed > self.blocks.free_count - len(own):
-            return None
+        needed += self.blocks.unowned(local)
+        while needed > self.blocks.free_count:
+            if self.running or not self._take_from_waiting(step, request):
+                return None
+        needed -= self.blocks.unowned(local)
         self.blocks.own(local)
         request.blocks = request.blocks + local + self.blocks.take(max(0, needed))
         self.side.allocated(request, list(request.blocks), external)

@@ -258,6 +258,14 @@ class Engine:
         return all(process.is_alive for process in self.processes)
 
     @property
+    def has_left(self) -> bool:
+        """Whether nothing of it runs any more."""
+        if not any(process.is_alive for process in self.processes):
+            return True
+        threads = [thread for process in self.processes for thread in process.threads]
+        return self.is_over and all(thread.is_over for thread in threads)
+
+    @property
     def may_hit(self) -> bool:
         """Whether it is served, as far as anybody told."""
         return self.session is not None and self.session.off is None

@@ -3,10 +3,9 @@
     node    RegionFiles ── shards, generations ──┐ files that descriptors stand for
     worker  SimMapping ◄─────────────────────────┘ the same bytes
 
-Bytes of a copy become visible piece by piece, and a process may die between two. The *interval
-checker* knows of each cell who writes it now, and of which generation that cell was when the write
-began: another writer, a tier, or a raised generation before it has ended means that cells were
-given to somebody while they had another user.
+Bytes of a copy become visible piece by piece, and a process may die, or stand still, between two.
+The *interval checker* knows of each cell who writes it now, or reads what must not change: another
+writer before that one has ended, or died, was given cells that had another user.
 """
 
 from array import array
@@ -43,22 +42,14 @@ class MemoryFile(File):
 class GenerationFile(File):
     """The generations of one region: written by the node."""
 
-    def __init__(self, kernel: Kernel, cell_count: int, shards: Sequence[MemoryFile]) -> None:
+    def __init__(self, kernel: Kernel, cell_count: int) -> None:
         super().__init__()
         self._kernel = kernel
         self.values = array("Q", bytes(8 * cell_count))
-        self._shards = shards
 
     def set(self, first_cell: int, count: int, value: int) -> None:
-        """As `GenerationMemory.set`. Nobody may be writing there."""
+        """As `GenerationMemory.set`. It is raised also when a silent writer is given up."""
         for cell in range(first_cell, first_cell + count):
-            for shard in self._shards:
-                writer = shard.writers.get(cell)
-                if writer is not None and writer.is_alive:
-                    raise self._kernel.broken(
-                        f"cell {cell} of region {shard.region} is lent anew while {writer.name}"
-                        " writes it"
-                    )
             if self.values[cell] >= value:
                 raise self._kernel.broken(f"the generation of cell {cell} is not raised")
             self.values[cell] = value
@@ -78,7 +69,7 @@ class RegionFiles:
     def __init__(self, table: Table, number: int, layout: KVLayout, cell_count: int) -> None:
         self.layout = layout
         files = [MemoryFile(number, cell_count, size) for size in layout.cell_bytes]
-        generations = GenerationFile(table.kernel, cell_count, files)
+        generations = GenerationFile(table.kernel, cell_count)
         self.shards = [Shard(file, table.add(file)) for file in files]
         self._generations = Shard(generations, table.add(generations))
         self._table = table

@@ -39,7 +39,7 @@ class Listener(File):
 
 
 class Stream(File):
-    """One end of a connection."""
+    """One end of a connection. `process` is whose it is that connected."""
 
     def __init__(self, net: "Net", process: Process, bytes_max: int) -> None:
         super().__init__()
@@ -53,21 +53,24 @@ class Stream(File):
         self.is_ended = False
         """Nothing more comes."""
         self.is_cut = False
-        self.is_lost = False
+        self.is_over_there = False
+        """We know that the peer has closed it, or that it broke."""
         self._free_us = 0
 
     def ready(self) -> int:
         found = select.POLLIN if self.arrived or self.is_ended else 0
         peer = self.peer
-        if self.is_cut or self.is_lost or peer is None or peer.waiting_bytes < peer.bytes_max:
+        if self.is_over_there or peer is None or peer.is_cut or peer.waiting_bytes < peer.bytes_max:
             found |= select.POLLOUT
         return found
 
     def send(self, data: memoryview, files: list[File]) -> int:
         """Have bytes arrive at the peer's; how many its buffer takes."""
         peer = self.peer
-        if self.is_cut or self.is_lost or peer is None or peer.is_cut:
+        if self.is_cut or self.is_over_there or peer is None:
             raise BrokenPipeError(errno.EPIPE, "the peer has closed it")
+        if peer.is_cut:
+            return len(data)  # it has just closed: we do not know yet
         room = peer.bytes_max - peer.waiting_bytes
         if room <= 0:
             raise BlockingIOError
@@ -119,7 +122,7 @@ class Stream(File):
 
     def end(self) -> None:
         """The end of the stream has arrived."""
-        self.is_ended = True
+        self.is_ended = self.is_over_there = True
         self.changed()
 
     def cut(self) -> None:
@@ -141,7 +144,6 @@ class Stream(File):
         """The connection breaks, whatever is on its way: both ends see it now."""
         for one in (self, self.peer):
             if one is not None:
-                one.is_lost = True
                 one.end()
         self.net.streams.pop(self, None)
 

@@ -39,6 +39,7 @@ SALTS = (None, None, "a", "b")
 ADAPTERS = (None, None, Adapter(1, "/adapters/one"), Adapter(2, "/adapters/two"))
 FAMILIES = 5
 BOOT_US_MAX = 150_000
+STALLS_US = (20_000, 400_000, 3_000_000, 6_000_000)
 CALM_S_MAX = 60.0
 """After the last fault, every request has ended by then."""
 IDLE_S = 25.0
@@ -181,10 +182,7 @@ class World:
         check_left(self)
 
     def _all_left(self) -> bool:
-        return all(
-            engine.is_over and all(thread.is_over for p in engine.processes for thread in p.threads)
-            for engine in self.engines
-        )
+        return all(engine.has_left for engine in self.engines)
 
     def _wait_for(self, is_so: Callable[[], bool], time_s: float, otherwise: str) -> None:
         """Let time pass until something is so; it must be within this time."""
@@ -291,7 +289,7 @@ class World:
     def _stall(self, which: int, span: int, *_: int) -> None:
         process = self._process(which)
         if process is not None:
-            self.kernel.stall(process, (20_000, 400_000, 3_000_000, 12_000_000)[span % 4])
+            self.kernel.stall(process, STALLS_US[span % len(STALLS_US)])
 
     def _kill_node(self, which: int, fuse: int, *_: int) -> None:
         nodes = [node for node in self.nodes.values() if node.is_alive]
@@ -320,7 +318,7 @@ class World:
         engine = self.engines[index]
 
         def look() -> None:
-            if engine.is_over and all(t.is_over for p in engine.processes for t in p.threads):
+            if engine.has_left:
                 for process in engine.processes:
                     self.kernel.kill(process)
             if any(process.is_alive for process in engine.processes):
