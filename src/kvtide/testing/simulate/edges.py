@@ -15,8 +15,12 @@ from typing import Any
 from kvtide.engines.vllm import lookups, scheduler, session, worker
 from kvtide.memory import mapped
 from kvtide.node import runtime, supervise, tiers
+from kvtide.testing import memory_tier
 from kvtide.testing.simulate.files import PidFile, Table
 from kvtide.testing.simulate.kernel import Kernel
+from kvtide.tiers.remote import census
+from kvtide.tiers.remote import tier as remote_tier
+from kvtide.tiers.remote import workers as remote_workers
 from kvtide.wire import frames, link, server
 
 MODULES: dict[ModuleType, tuple[str, ...]] = {
@@ -40,6 +44,10 @@ MODULES: dict[ModuleType, tuple[str, ...]] = {
         "SPLIT_BYTES",
         "logger",
     ),
+    census: ("threading",),
+    remote_workers: ("os", "threading", "time", "logger"),
+    remote_tier: ("logger",),
+    memory_tier: ("queue", "threading"),
     mapped: ("queue", "threading", "MappedRegion", "leave_binding", "_open_count"),
 }
 SPLIT_BYTES = 512

@@ -23,7 +23,8 @@ from kvtide.engines.vllm.scheduler import SchedulerSide
 from kvtide.engines.vllm.session import EngineIdentity, EngineSession
 from kvtide.engines.vllm.weights import Hashing, Known
 from kvtide.engines.vllm.worker import WorkerSide
-from kvtide.testing.simulate.batches import Batches, Blocks, Step, ToyRequest, Work
+from kvtide.testing.simulate.batches import Batches, Step, Work
+from kvtide.testing.simulate.blocks import Blocks, ToyRequest
 from kvtide.testing.simulate.kernel import Kernel, Process
 from kvtide.testing.simulate.memory import SimMover
 from kvtide.testing.simulate.waiting import Condition, SimpleQueue, SimThread

@@ -276,6 +276,7 @@ def os_of(table: Table, names: Names, pids: dict[int, Process]) -> SimpleNamespa
         pidfd_open=lambda pid: table.add(PidFile(pids[pid])),
         getpid=getpid,
         getuid=os.getuid,
+        urandom=kernel.draw.randbytes,
         close=table.close,
         dup=lambda number: table.add(table.file(number)),
         open=opened,

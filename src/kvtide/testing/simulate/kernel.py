@@ -63,6 +63,8 @@ class Thread:
         self.is_started = False
         self.is_over = False
         self.joiners: list[Waiter] = []
+        self.waiter: Waiter | None = None
+        """What it waits for."""
         self._kernel = kernel
         self._target = target
         self._turn = threading.Lock()
@@ -101,6 +103,12 @@ class Thread:
             for joiner in self.joiners:
                 joiner.wake()
 
+    def go_first(self) -> None:
+        """By the kernel: it goes on now, whatever it waits for."""
+        assert self.waiter is not None, f"{self.name} does not wait"
+        self.waiter.is_over = self.waiter.is_gone = True
+        self.resume()
+
     def stop(self) -> None:
         """On this thread: give the turn back, until it is resumed."""
         self._kernel.give_back_turn()
@@ -112,25 +120,32 @@ class Thread:
 class Waiter:
     """One wait of one thread: woken once, or out of time."""
 
-    __slots__ = ("_kernel", "is_over", "is_woken", "thread")
+    __slots__ = ("_kernel", "is_gone", "is_over", "is_woken", "thread")
 
     def __init__(self, kernel: "Kernel", thread: Thread) -> None:
         self._kernel = kernel
         self.thread = thread
         self.is_over = False
         self.is_woken = False
+        self.is_gone = False
 
     def wake(self) -> None:
         """There is a reason to go on; a second one changes nothing."""
         if not self.is_over:
             self.is_over = self.is_woken = True
-            self._kernel.soon(self.thread.resume, self.thread.process)
+            self._kernel.soon(self.go, self.thread.process)
+
+    def go(self) -> None:
+        """It has its turn, if it has not had it."""
+        if not self.is_gone:
+            self.is_gone = True
+            self.thread.resume()
 
     def expire(self) -> None:
         """The time is over."""
         if not self.is_over:
             self.is_over = True
-            self.thread.resume()
+            self.go()
 
 
 class Kernel:
@@ -221,7 +236,9 @@ class Kernel:
         if timeout_s is not None:
             until_us = self.now_us + max(1, int(timeout_s * 1e6))
             self.at(until_us, waiter.expire, waiter.thread.process)
+        waiter.thread.waiter = waiter
         waiter.thread.stop()
+        waiter.thread.waiter = None
         return waiter.is_woken
 
     def waiter(self) -> Waiter:

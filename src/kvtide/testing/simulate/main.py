@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from kvtide.core.tiering import WritePolicy
 from kvtide.testing.simulate.engine import EngineShape
 from kvtide.testing.simulate.plan import Action
 from kvtide.testing.simulate.world import Outcome, World, WorldShape
@@ -47,6 +48,8 @@ def shape_of(seed: int) -> WorldShape:
         engines=tuple(engines),
         host_bytes=draw.choice((512, 1024, 4096)) * KiB * ranks // replicas,
         yield_ratio=draw.choice((0.0, 0.01, 0.1)),
+        below=draw.choice(((), (), ("disk",), ("server",), ("disk", "server"))),
+        policy=draw.choice(list(WritePolicy)),
     )
 
 
@@ -105,15 +108,17 @@ def minimised(seed: int, shape: WorldShape, plan: list[Action], fault: str) -> l
     return plan
 
 
-def run_seed(seed: int, total: Total) -> None:
-    """One world; a failure is told with its plan."""
+def run_seed(seed: int, total: Total, *, minimises: bool) -> None:
+    """One world; a failure is told, with its plan."""
     world = World(seed, shape_of(seed))
     try:
         total.add(world.run())
     except Exception as error:
         fault = f"{type(error).__name__}: {error}"
         total.findings.append(f"seed {seed}: {fault}")
-        print(f"seed {seed}: {fault}", flush=True)
+        print(f"seed {seed}, event {world.machine_events}: {fault}", flush=True)
+        if not minimises:
+            return
         plan = minimised(seed, shape_of(seed), list(world.plan), fault)
         print(f"  fails alike with these {len(plan)} of {len(world.plan)} actions:")
         for action in plan:
@@ -146,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--worlds", type=int, default=1 << 30, help="at most so many")
     parser.add_argument("--replay", nargs="?", const="", help="this seed, with its whole log")
+    parser.add_argument("--stop", action="store_true", help="at the first finding, as it is")
     given = parser.parse_args(arguments)
     if given.replay is not None:
         return replay(given.seed, Path(given.replay) if given.replay else None)
@@ -153,8 +159,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began_s = time.monotonic()
     seed = given.seed
     while time.monotonic() - began_s < given.minutes * 60 and seed - given.seed < given.worlds:
-        run_seed(seed, total)
+        run_seed(seed, total, minimises=not given.stop)
         seed += 1
+        if given.stop and total.findings:
+            break
     took_s = time.monotonic() - began_s
     print(
         f"seeds {given.seed}..{seed - 1}: {total.events} machine events,"

@@ -10,7 +10,7 @@ writer before that one has ended, or died, was given cells that had another user
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvtide.core.layout import KVLayout
 from kvtide.core.messages import Run
@@ -27,16 +27,51 @@ COPY_US_MAX = 400
 """A copy of a block takes so long."""
 
 
+Uses: TypeAlias = list[int]
+"""Cells in one kind of use; a cell stands there as often as it is used."""
+
+
 class MemoryFile(File):
     """The bytes of one region in one shard."""
 
-    def __init__(self, region: int, cell_count: int, cell_bytes: int) -> None:
+    def __init__(
+        self, kernel: Kernel, region: int, cell_count: int, cell_bytes: int
+    ) -> None:
         super().__init__()
+        self._kernel = kernel
         self.region = region
         self.cell_bytes = cell_bytes
         self.cells = bytearray(cell_count * cell_bytes)
         self.writers: dict[int, Process] = {}
-        """Who writes a cell just now."""
+        """Which worker writes a cell just now."""
+        self.tiers_read: Uses = []
+        self.tiers_write: Uses = []
+
+    def take(self, cell: int, use: str) -> Uses:
+        """A tier reads or writes a cell from now on; where that is noted."""
+        writer = self.writers.get(cell)
+        if writer is not None and writer.is_alive:
+            raise self._kernel.broken(
+                f"a tier has cell {cell} of region {self.region} {use} while {writer.name} writes"
+            )
+        if cell in self.tiers_write or (use == "written" and cell in self.tiers_read):
+            raise self._kernel.broken(f"two tiers have cell {cell} of region {self.region}")
+        uses = self.tiers_write if use == "written" else self.tiers_read
+        uses.append(cell)
+        return uses
+
+    def begin_write(self, cell: int, process: Process) -> None:
+        """A worker writes a cell from now on."""
+        other = self.writers.get(cell)
+        if other is not None and other.is_alive:
+            raise self._kernel.broken(
+                f"{process.name} writes cell {cell} of region {self.region} while {other.name} does"
+            )
+        if cell in self.tiers_write or cell in self.tiers_read:
+            raise self._kernel.broken(
+                f"{process.name} writes cell {cell} of region {self.region} that a tier has"
+            )
+        self.writers[cell] = process
 
 
 class GenerationFile(File):
@@ -68,7 +103,9 @@ class RegionFiles:
 
     def __init__(self, table: Table, number: int, layout: KVLayout, cell_count: int) -> None:
         self.layout = layout
-        files = [MemoryFile(number, cell_count, size) for size in layout.cell_bytes]
+        files = [
+            MemoryFile(table.kernel, number, cell_count, size) for size in layout.cell_bytes
+        ]
         generations = GenerationFile(table.kernel, cell_count)
         self.shards = [Shard(file, table.add(file)) for file in files]
         self._generations = Shard(generations, table.add(generations))
@@ -201,21 +238,13 @@ class SimMover:
         for block_id, place in zip(block_ids, cells, strict=True):
             file: MemoryFile = place.region.file  # type: ignore[attr-defined]
             to, source = place.cell * file.cell_bytes, block_id * size
-            self._begin(file, place.cell, process)
+            file.begin_write(place.cell, process)
             block = bytes(self._memory[source : source + size])
             file.cells[to : to + half] = block[:half]
             self._take_time()
             file.cells[to + half : to + size] = block[half:]
             del file.writers[place.cell]
         self.copied_blocks += len(block_ids)
-
-    def _begin(self, file: MemoryFile, cell: int, process: Process) -> None:
-        other = file.writers.get(cell)
-        if other is not None and other.is_alive:
-            raise self._kernel.broken(
-                f"{process.name} writes cell {cell} of region {file.region} while {other.name} does"
-            )
-        file.writers[cell] = process
 
     def load(self, block_ids: Sequence[int], cells: Sequence[CellPlace]) -> None:
         """Copy cells into blocks, half after half: what is changed meanwhile is torn."""

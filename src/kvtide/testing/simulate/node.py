@@ -1,15 +1,16 @@
 """One node: the real runtime, server and machine, on a simulated loop, memory and sockets."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvtide.core.effects import Effect, Event
+from kvtide.core.effects import Effect, Event, LoadFrom, StoreTo, TierLoaded, TierStored
 from kvtide.core.machine import Machine
+from kvtide.core.messages import Run
 from kvtide.core.parts import MachineConfig
 from kvtide.core.tiering import TierPlan
 from kvtide.node.runtime import Runtime
 from kvtide.testing.simulate.loop import SimLoop
-from kvtide.testing.simulate.memory import SimNodeMemory
+from kvtide.testing.simulate.memory import MemoryFile, SimNodeMemory, Uses
 from kvtide.tiers.base import Tier
 
 LINGER_MS = 600_000
@@ -23,6 +24,8 @@ class WatchedMachine(Machine):
     def __init__(self, world: Any, config: MachineConfig) -> None:
         super().__init__(config)
         self._world = world
+        self._jobs: dict[int, list[tuple[Uses, int]]] = {}
+        self.files: Callable[[int], list[MemoryFile]]
 
     def handle(self, event: Event, now_ms: int) -> list[Effect]:
         world = self._world
@@ -32,10 +35,30 @@ class WatchedMachine(Machine):
             world.kernel.lines.append(f"{world.kernel.now_us} event {event}")
         effects = super().handle(event, now_ms)
         world.kernel.log_bytes(bytes([len(effects) & 255]))
+        if self.config.tiers:
+            self.watch(event, effects)
         self.check_caps()
         if world.machine_events % CHECK_EVENTS == 0:
             self.check_integrity()
         return effects
+
+    def watch(self, event: Event, effects: list[Effect]) -> None:
+        """The interval checker, for cells that a tier has: from its job until that has ended."""
+        match event:
+            case TierLoaded(number) | TierStored(number):
+                for users, cell in self._jobs.pop(number):
+                    users.remove(cell)
+        for effect in effects:
+            match effect:
+                case LoadFrom(number=number, run=run):
+                    self._jobs[number] = list(self._taken(run, "written"))
+                case StoreTo(number=number, run=run):
+                    self._jobs[number] = list(self._taken(run, "read"))
+
+    def _taken(self, run: Run, use: str) -> Iterator[tuple[Uses, int]]:
+        for file in self.files(run.region):
+            for cell in range(run.first_cell, run.end_cell):
+                yield file.take(cell, use), cell
 
     def check_caps(self) -> None:
         """What holds at every step, and is quick to see."""
@@ -82,6 +105,7 @@ class Node:
         memory: Any = self.runtime._memory
         assert isinstance(memory, SimNodeMemory)
         self.memory = memory
+        self.machine.files = memory.shard_files
         self.loop.after_call = self._look
         self.loop.run(self.runtime.listen)
         kernel.current = before

@@ -14,23 +14,31 @@ from kvtide.testing.simulate.kernel import Kernel, Killed, Thread, Waiter
 
 
 class Lock:
-    """A lock that is not taken twice by one thread."""
+    """A lock that is not taken twice by one thread. The node's own thread, which is the kernel's,
+    cannot wait for one: whoever has it goes first, until it lets it go."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
         self._is_taken = False
+        self._holder: Thread | None = None
         self._waiters: deque[Waiter] = deque()
 
     def acquire(self, blocking: bool = True) -> bool:
         """As `threading.Lock`."""
-        self._kernel.edge()
+        kernel = self._kernel
+        kernel.edge()
         while self._is_taken:
             if not blocking:
                 return False
-            waiter = self._kernel.waiter()
+            if kernel.thread is None:
+                assert self._holder is not None, "taken by the thread that wants it"
+                self._holder.go_first()
+                continue
+            waiter = kernel.waiter()
             self._waiters.append(waiter)
-            self._kernel.wait(waiter, None)
+            kernel.wait(waiter, None)
         self._is_taken = True
+        self._holder = kernel.thread
         return True
 
     def release(self) -> None:
@@ -38,7 +46,7 @@ class Lock:
         self._is_taken = False
         while self._waiters:
             waiter = self._waiters.popleft()
-            if waiter.thread.process.is_alive:
+            if waiter.thread.process.is_alive and not waiter.is_over:
                 waiter.wake()
                 return
 
@@ -49,15 +57,24 @@ class Lock:
         self.release()
 
 
-class Condition(Lock):
-    """A condition with a lock of its own."""
+class Condition:
+    """As `threading.Condition`."""
 
-    def __init__(self, kernel: Kernel) -> None:
-        super().__init__(kernel)
-        self._hoping: list[Waiter] = []
+    def __init__(self, kernel: Kernel, lock: Lock | None = None) -> None:
+        self._kernel = kernel
+        self._lock = lock or Lock(kernel)
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+        self._hoping: deque[Waiter] = deque()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """As `threading.Condition`."""
+        if self._kernel.thread is None:
+            return False  # the node's thread would have waited in vain
         waiter = self._kernel.waiter()
         self._hoping.append(waiter)
         self.release()
@@ -66,19 +83,24 @@ class Condition(Lock):
         return is_woken
 
     def wait_for(self, is_so: Callable[[], Any], timeout: float | None = None) -> Any:
-        """As `threading.Condition`."""
         kernel = self._kernel
         end_us = None if timeout is None else kernel.now_us + int(timeout * 1e6)
         while not (found := is_so()):
             left_s = None if end_us is None else (end_us - kernel.now_us) / 1e6
-            if left_s is not None and left_s <= 0:
+            if kernel.thread is None or (left_s is not None and left_s <= 0):
                 break
             self.wait(left_s)
         return found
 
+    def notify(self) -> None:
+        while self._hoping:
+            waiter = self._hoping.popleft()
+            if not waiter.is_over:
+                waiter.wake()
+                return
+
     def notify_all(self) -> None:
-        """As `threading.Condition`."""
-        hoping, self._hoping = self._hoping, []
+        hoping, self._hoping = self._hoping, deque()
         for waiter in hoping:
             waiter.wake()
 
@@ -105,7 +127,7 @@ class Event:
 
     def wait(self, timeout: float | None = None) -> bool:
         self._kernel.edge()
-        if not self._is_set:
+        if not self._is_set and self._kernel.thread is not None:
             waiter = self._kernel.waiter()
             self._waiters.append(waiter)
             self._kernel.wait(waiter, timeout)
@@ -140,6 +162,9 @@ class SimpleQueue:
             self._kernel.wait(waiter, left_s)
         return self._items.popleft()
 
+    def empty(self) -> bool:
+        return not self._items
+
     def get_nowait(self) -> Any:
         if not self._items:
             raise queue.Empty
@@ -163,7 +188,7 @@ class SimThread:
         return self._thread.is_started and not self._thread.is_over
 
     def join(self, timeout: float | None = None) -> None:
-        if not self._thread.is_over:
+        if not self._thread.is_over and self._kernel.thread is not None:
             waiter = self._kernel.waiter()
             self._thread.joiners.append(waiter)
             self._kernel.wait(waiter, timeout)
@@ -177,7 +202,7 @@ def threading_of(kernel: Kernel) -> SimpleNamespace:
 
     return SimpleNamespace(
         Lock=lambda: Lock(kernel),
-        Condition=lambda: Condition(kernel),
+        Condition=lambda lock=None: Condition(kernel, lock),
         Event=lambda: Event(kernel),
         Thread=thread,
     )

@@ -14,7 +14,9 @@ from functools import lru_cache
 from typing import Any
 
 from kvtide.core.keys import salt_digest
-from kvtide.testing.simulate.batches import Adapter, Batches, ToyRequest
+from kvtide.testing.simulate.batches import Batches
+from kvtide.testing.simulate.blocks import Adapter, ToyRequest
+from kvtide.core.tiering import WritePolicy
 from kvtide.testing.simulate.edges import installed, stand_ins
 from kvtide.testing.simulate.engine import BLOCK_TOKENS, VOCABULARY, Engine, EngineShape
 from kvtide.testing.simulate.files import Names, SimPlaces, Table, fcntl_of, os_of, select_of
@@ -23,6 +25,7 @@ from kvtide.testing.simulate.loop import SimLoop, asyncio_of
 from kvtide.testing.simulate.memory import SimMapping, SimNodeMemory
 from kvtide.testing.simulate.node import Node
 from kvtide.testing.simulate.oracle import check_idle, check_left
+from kvtide.testing.simulate.places import Places
 from kvtide.testing.simulate.plan import Action, draw_plan
 from kvtide.testing.simulate.sockets import Net, socket_of
 from kvtide.testing.simulate.waiting import (
@@ -56,6 +59,9 @@ class WorldShape:
     actions: int = 300
     span_s: float = 20.0
     without: frozenset[str] = frozenset()
+    below: tuple[str, ...] = ()
+    """What lies below nodes: disk, server."""
+    policy: WritePolicy = WritePolicy.THROUGH
     yield_ratio: float = 0.0
 
 
@@ -89,6 +95,7 @@ class World:
         self.net = Net(self.kernel, self.table, self.names)
         self.pids: dict[int, Process] = {}
         self.loops: dict[int, SimLoop] = {}
+        self.below = Places(self.kernel, shape.below, shape.policy)
         self.nodes: dict[str, Node] = {}
         self.engines: list[Engine] = []
         self.shapes: list[EngineShape] = []
@@ -139,7 +146,7 @@ class World:
     def _boot(self, home: str) -> None:
         node = self.nodes.get(home)
         if node is None or not node.is_alive:
-            self.nodes[home] = Node(self, home, self.shape.host_bytes)
+            self.nodes[home] = Node(self, home, self.shape.host_bytes, self.below.open)
 
     def _start_engine(self, index: int, shape: EngineShape) -> Engine:
         self._next_engine += 1
@@ -389,8 +396,8 @@ class World:
     def _preempt(self, which: int, *_: int) -> None:
         self._engine(which).ask(lambda batches: batches.preempt_last())
 
-    def _tier(self, *_: int) -> None:
-        """There is nothing below yet."""
+    def _tier(self, kind: int, which: int, how: int, span: int) -> None:
+        self.below.trouble(kind, which, how, span)
 
     def _calm(self) -> None:
         """Faults end."""
@@ -398,6 +405,7 @@ class World:
             process.stalled_until_us = min(process.stalled_until_us, self.kernel.now_us)
             process.fuse = 0
         self.net.slow_us = 0
+        self.below.calm()
         self.kernel.yield_ratio = 0.0
         for node in self.nodes.values():
             node.memory.is_short = False
