@@ -77,6 +77,8 @@ class Batches:
         self._is_async = is_async
         self._has_priorities = has_priorities
         self._ended: list[int] = []
+        self.prompt_tokens = 0
+        """Of all requests that were ever scheduled."""
         self._told_late: set[int] = set()
         """Preempted between two steps: the next one tells."""
         side.bind(SimpleNamespace(get_block_ids=self._block_ids))
@@ -142,6 +144,7 @@ class Batches:
         step.plan = self.side.build_plan(step)
         for request_id, count in step.num_scheduled_tokens.items():
             request = self.requests[request_id]
+            self.prompt_tokens += 0 if request.was_scheduled else request.num_prompt_tokens
             request.was_scheduled = True
             request.num_computed_tokens += count
             request.num_in_flight_tokens += count

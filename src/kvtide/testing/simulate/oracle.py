@@ -16,12 +16,22 @@ def check_idle(world: "World") -> None:
     for engine in world.engines:
         if engine.is_alive and not engine.is_closing:
             _all_zero(world, engine.name, _held_by_engine(engine))
+            _check_counts(world, engine)
     for node in world.nodes.values():
         if node.is_alive:
             node.machine.check_integrity()
             _all_zero(world, node.process.name, _held_by_node(node))
             _check_cells(world, node)
     _check_files(world)
+
+
+def _check_counts(world: "World", engine: "Engine") -> None:
+    """Contract C19: each prompt token was counted once, for where it came from."""
+    assert engine.batches is not None
+    counts, wanted = engine.batches.side._stats, engine.batches.prompt_tokens
+    found = sum(counts.get(f"tokens.{source}", 0) for source in ("local", "external", "computed"))
+    if found != wanted:
+        raise world.kernel.broken(f"{engine.name} counted {found} of {wanted} prompt tokens")
 
 
 def _all_zero(world: "World", name: str, numbers: dict[str, Any]) -> None:
