@@ -206,7 +206,10 @@ class Batches:
     def _take_from_waiting(self, step: Step, besides: ToyRequest) -> bool:
         """Take the blocks of a request whose load has ended and that has no turn yet, if any."""
         for request in reversed(self.waiting):
-            if request.blocks and request is not besides and request.status is Status.WAITING:
+            is_loading = request.status is Status.LOADING and not request.is_load_over
+            if request.blocks and request is not besides and not is_loading:
+                request.status = Status.WAITING
+                request.is_load_over = request.has_load_failed = False
                 self._take_blocks(step, request)
                 return True
         return False

@@ -82,10 +82,14 @@ class Logger:
         self._kernel.broken(f"{text % arguments}: {sys.exc_info()[1]!r}")
 
     def error(self, text: str, *arguments: Any, exc_info: Any = None) -> None:
+        """Without an exception it is a place's fault, as a breaker says it."""
+        self._say("error", text, arguments)
+        if exc_info is not None:
+            self._kernel.broken(f"{text % arguments}: {exc_info!r}")
+
+    def critical(self, text: str, *arguments: Any, exc_info: Any = None) -> None:
         self._say("fault", text, arguments)
         self._kernel.broken(f"{text % arguments}: {exc_info!r}")
-
-    critical = error
 
 
 def stand_ins(kernel: Kernel, table: Table, given: Mapping[str, Any]) -> dict[str, Any]:

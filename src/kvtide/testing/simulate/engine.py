@@ -33,7 +33,7 @@ from kvtide.testing.toy_engine import TOKEN_KV_BYTES, PagedMemory, next_token
 VOCABULARY = 97
 BLOCK_TOKENS = 4
 CHUNK_TOKENS = 16
-IDLE_S = 0.004
+IDLE_S = 0.01
 """Between two steps that compute nothing."""
 STEP_S_MAX = 0.02
 
@@ -228,6 +228,8 @@ class Engine:
         self.session: EngineSession | None = None
         self.is_closing = False
         self.is_over = False
+        self.is_awaited = False
+        """Another is to be started in its place."""
         self.ranks = [Rank(self, rank) for rank in range(shape.ranks)]
         self._running: deque[Run] = deque()
         self._missing: dict[int, int] = {}

@@ -36,7 +36,7 @@ def shape_of(seed: int) -> WorldShape:
         step_tokens=draw.choice((16, 32, 64)),
         is_async=draw.random() < 0.5,
         has_priorities=draw.random() < 0.3,
-        prefix_caching=draw.random() < 0.7,
+        prefix_caching=draw.random() < 0.5,
         hashing_s=draw.choice((0.0, 0.0, 0.5)),
     )
     engines = [engine] * draw.choice((1, 2, 3))

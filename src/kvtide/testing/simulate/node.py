@@ -24,7 +24,7 @@ class WatchedMachine(Machine):
     def __init__(self, world: Any, config: MachineConfig) -> None:
         super().__init__(config)
         self._world = world
-        self._jobs: dict[int, list[tuple[Uses, int]]] = {}
+        self._jobs: dict[tuple[str, int], list[tuple[Uses, int]]] = {}
         self.files: Callable[[int], list[MemoryFile]]
 
     def handle(self, event: Event, now_ms: int) -> list[Effect]:
@@ -45,15 +45,20 @@ class WatchedMachine(Machine):
     def watch(self, event: Event, effects: list[Effect]) -> None:
         """The interval checker, for cells that a tier has: from its job until that has ended."""
         match event:
-            case TierLoaded(number) | TierStored(number):
-                for users, cell in self._jobs.pop(number):
-                    users.remove(cell)
+            case TierLoaded(number):
+                self._let_go("written", number)
+            case TierStored(number):
+                self._let_go("read", number)
         for effect in effects:
             match effect:
                 case LoadFrom(number=number, run=run):
-                    self._jobs[number] = list(self._taken(run, "written"))
+                    self._jobs["written", number] = list(self._taken(run, "written"))
                 case StoreTo(number=number, run=run):
-                    self._jobs[number] = list(self._taken(run, "read"))
+                    self._jobs["read", number] = list(self._taken(run, "read"))
+
+    def _let_go(self, use: str, number: int) -> None:
+        for users, cell in self._jobs.pop((use, number)):
+            users.remove(cell)
 
     def _taken(self, run: Run, use: str) -> Iterator[tuple[Uses, int]]:
         for file in self.files(run.region):

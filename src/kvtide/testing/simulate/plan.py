@@ -10,20 +10,20 @@ from dataclasses import dataclass
 MIX: dict[str, float] = {
     "request": 60.0,
     "abort": 8.0,
-    "cut": 3.0,  # a connection breaks, both ends live
-    "stall": 2.0,  # a process stands still, and goes on
-    "kill_node": 0.5,
-    "kill_engine": 0.6,  # one of its processes, at any edge
-    "leave": 0.4,  # an engine ends in order
-    "reset": 0.6,  # of an engine's cache
-    "weights": 0.4,  # an engine's weights are others from now on
-    "clear": 0.6,  # the command, of all or one salt
-    "shrink": 1.0,  # the machine has less memory, and then more
-    "short": 0.6,  # the machine gives no region for a while
-    "slow_rank": 1.0,
-    "slow_net": 0.6,
+    "cut": 1.0,  # a connection breaks, both ends live
+    "stall": 0.5,  # a process stands still, and goes on
+    "kill_node": 0.08,
+    "kill_engine": 0.15,  # one of its processes, at any edge
+    "leave": 0.1,  # an engine ends in order
+    "reset": 0.2,  # of an engine's cache
+    "weights": 0.1,  # an engine's weights are others from now on
+    "clear": 0.3,  # the command, of all or one salt
+    "shrink": 0.3,  # the machine has less memory, and then more
+    "short": 0.2,  # the machine gives no region for a while
+    "slow_rank": 0.3,
+    "slow_net": 0.2,
     "preempt": 1.0,
-    "tier": 4.0,  # what lies below fails, stalls, forgets or damages
+    "tier": 2.0,  # what lies below fails, stalls, forgets or damages
 }
 """How often each kind of thing happens."""
 FAULTS = tuple(kind for kind in MIX if kind not in ("request", "abort"))

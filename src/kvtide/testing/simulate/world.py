@@ -38,9 +38,9 @@ from kvtide.testing.simulate.waiting import (
 from kvtide.testing.toy_engine import generated
 from kvtide.units import KiB
 
-SALTS = (None, None, "a", "b")
-ADAPTERS = (None, None, Adapter(1, "/adapters/one"), Adapter(2, "/adapters/two"))
-FAMILIES = 5
+SALTS = (None, None, None, "a", None, "b")
+ADAPTERS = (None, None, None, None, Adapter(1, "/adapters/one"), Adapter(2, "/adapters/two"))
+FAMILIES = 4
 BOOT_US_MAX = 150_000
 STALLS_US = (20_000, 400_000, 3_000_000, 6_000_000)
 CALM_S_MAX = 60.0
@@ -56,7 +56,7 @@ class WorldShape:
     homes: int = 1
     engines: tuple[EngineShape, ...] = (EngineShape(),)
     host_bytes: int = 1024 * KiB
-    actions: int = 300
+    actions: int = 1500
     span_s: float = 20.0
     without: frozenset[str] = frozenset()
     below: tuple[str, ...] = ()
@@ -103,6 +103,7 @@ class World:
         self.machine_events = 0
         self.live: dict[int, tuple[Engine, ToyRequest]] = {}
         """Requests that have not ended."""
+        self._is_ending = False
         self._next_request = 0
         self._next_engine = 0
 
@@ -182,6 +183,7 @@ class World:
         self._heal()
         kernel.run_until(kernel.now_us + int(IDLE_S * 1e6))
         check_idle(self)
+        self._is_ending = True
         for engine in self.engines:
             engine.close()
         self._wait_for(self._all_left, 10.0, "engines have not ended")
@@ -323,8 +325,13 @@ class World:
     def _replace_when_dead(self, index: int, wait: int) -> None:
         """Another engine starts once this one is gone."""
         engine = self.engines[index]
+        if engine.is_awaited:
+            return
+        engine.is_awaited = True
 
         def look() -> None:
+            if self._is_ending:
+                return
             if engine.has_left:
                 for process in engine.processes:
                     self.kernel.kill(process)
