@@ -2,9 +2,9 @@
 
     heap of events ─► the earliest: a callback, or a thread that goes on until it waits again
 
-Threads of production code are real threads, of which one runs at any moment: the kernel hands it
-the turn and gets it back when it waits for something (see `waiting`). So there is no race that the
-seed does not decide. Every call from production code into what is simulated is an *edge*: there a
+Threads of production code are real threads, of which one runs at any moment: the one that has the
+turn. When it waits for something (see `waiting`), it lets events happen until one gives the turn to
+another, or back to it. So there is no race that the seed does not decide. Every call from production code into what is simulated is an *edge*: there a
 process may be killed, or another thread may go first.
 
 A process that is killed loses its turn for good: each of its threads finds `Killed` where it
@@ -63,22 +63,21 @@ class Thread:
         self.is_started = False
         self.is_over = False
         self.joiners: list[Waiter] = []
-        self.waiter: Waiter | None = None
-        """What it waits for."""
         self._kernel = kernel
         self._target = target
-        self._turn = threading.Lock()
-        self._turn.acquire()
+        self.turn = threading.Lock()
+        self.turn.acquire()
 
     def start(self) -> None:
         """It runs as soon as the kernel lets it."""
         self.is_started = True
         self.process.threads.append(self)
+        self._kernel.threads.append(self)
         threading.Thread(target=self._main, name=self.name, daemon=True).start()
         self._kernel.soon(self.resume, self.process)
 
     def _main(self) -> None:
-        self._turn.acquire()
+        self.turn.acquire()
         try:
             if self.process.is_alive:
                 self._target()
@@ -87,32 +86,17 @@ class Thread:
         except BaseException as error:
             self._kernel.failed(error)
         self.is_over = True
-        self._kernel.give_back_turn()
+        for joiner in self.joiners:
+            joiner.wake()
+        self._kernel.drive(self)
 
     def resume(self) -> None:
-        """By the kernel: it goes on, until it waits or ends."""
-        if self.is_over:
-            return
-        kernel = self._kernel
-        before = kernel.current, kernel.thread
-        kernel.current, kernel.thread = self.process, self
-        self._turn.release()
-        kernel.wait_for_turn()
-        kernel.current, kernel.thread = before
-        if self.is_over:
-            for joiner in self.joiners:
-                joiner.wake()
-
-    def go_first(self) -> None:
-        """By the kernel: it goes on now, whatever it waits for."""
-        assert self.waiter is not None, f"{self.name} does not wait"
-        self.waiter.is_over = self.waiter.is_gone = True
-        self.resume()
+        """By an event: it is this thread's turn next."""
+        self._kernel.next_thread = self
 
     def stop(self) -> None:
-        """On this thread: give the turn back, until it is resumed."""
-        self._kernel.give_back_turn()
-        self._turn.acquire()
+        """On this thread: let others go on, until it is resumed."""
+        self._kernel.drive(self)
         if not self.process.is_alive:
             raise Killed
 
@@ -160,6 +144,7 @@ class Kernel:
         """How often another thread goes first at an edge."""
         self.event_count = 0
         self.edge_count = 0
+        self.threads: list[Thread] = []
         self.failure: BaseException | None = None
         self.lines: list[str] = []
         """The last lines of the log; all of them are in its hash."""
@@ -168,6 +153,8 @@ class Kernel:
         self._heap: list[tuple[int, int, Process | None, Callable[[], None]]] = []
         self._number = 0
         self._pid = PID_FIRST
+        self.next_thread: Thread | None = None
+        self._limit_us = 0
         self._turn = threading.Lock()
         self._turn.acquire()
 
@@ -189,8 +176,20 @@ class Kernel:
 
     def run_until(self, time_us: int) -> None:
         """Let everything happen that happens until then. Raises what has failed."""
+        self._limit_us = time_us
+        self.drive(None)
+        if self.failure is not None:
+            raise self.failure
+        self.now_us = max(self.now_us, time_us)
+
+    def drive(self, me: Thread | None) -> None:
+        """Let events happen until it is the turn of the thread that calls.
+
+        Whoever waits does this: so the turn goes from thread to thread, and mostly stays where it
+        is. None is the thread that called `run_until`, whose turn it is at the end.
+        """
         heap = self._heap
-        while heap and heap[0][0] <= time_us:
+        while self.failure is None and heap and heap[0][0] <= self._limit_us:
             event_us, _, process, call = heapq.heappop(heap)
             self.now_us = max(self.now_us, event_us)
             if process is not None:
@@ -200,16 +199,41 @@ class Kernel:
                     self.at(process.stalled_until_us, call, process)
                     continue
             self.event_count += 1
-            self.current = process
+            self.current, self.thread, self.next_thread = process, None, None
             try:
                 call()
             except Killed:
                 pass
-            finally:
-                self.current = None
-            if self.failure is not None:
-                raise self.failure
-        self.now_us = max(self.now_us, time_us)
+            except BaseException as error:
+                self.failed(error)
+            thread = self.next_thread
+            if thread is not None and not thread.is_over:
+                self.current, self.thread = thread.process, thread
+                if thread is not me:
+                    self._hand_over(thread.turn, me)
+                return
+        self.current = self.thread = None
+        if me is not None:
+            self._hand_over(self._turn, me)
+
+    def _hand_over(self, turn: threading.Lock, me: Thread | None) -> None:
+        """Another goes on; and this thread does when it gets its turn, unless it has ended."""
+        turn.release()
+        if me is None:
+            self._turn.acquire()
+        elif not me.is_over:
+            me.turn.acquire()
+
+    def end(self) -> None:
+        """End all threads: nothing else happens any more."""
+        failure, self.failure = self.failure, None
+        self._heap.clear()
+        for thread in self.threads:
+            thread.process.is_alive = False
+            self.at(self.now_us, thread.resume)
+        self._limit_us = self.now_us + LATENCY_US_MAX
+        self.drive(None)
+        self.failure = failure
 
     def failed(self, error: BaseException) -> None:
         """Something went wrong where nobody could raise it."""
@@ -223,22 +247,12 @@ class Kernel:
 
     # ---- turns
 
-    def wait_for_turn(self) -> None:
-        """On the kernel's thread, or on one that resumes another."""
-        self._turn.acquire()
-
-    def give_back_turn(self) -> None:
-        """On a simulated thread: whoever resumed it goes on."""
-        self._turn.release()
-
     def wait(self, waiter: Waiter, timeout_s: float | None) -> bool:
         """On a simulated thread: wait; whether there was a reason to go on, and not only time."""
         if timeout_s is not None:
             until_us = self.now_us + max(1, int(timeout_s * 1e6))
             self.at(until_us, waiter.expire, waiter.thread.process)
-        waiter.thread.waiter = waiter
         waiter.thread.stop()
-        waiter.thread.waiter = None
         return waiter.is_woken
 
     def waiter(self) -> Waiter:
@@ -280,7 +294,10 @@ class Kernel:
 
     def _bury(self, process: Process) -> None:
         for thread in process.threads:
-            thread.resume()
+            self.at(self.now_us, thread.resume)
+        self.at(self.now_us, lambda: self._close(process))
+
+    def _close(self, process: Process) -> None:
         for call in process.on_death:
             call()
         self.at(self.now_us + self.draw.randrange(DEATH_US_MAX), lambda: self._prove(process))

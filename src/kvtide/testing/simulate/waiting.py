@@ -14,13 +14,12 @@ from kvtide.testing.simulate.kernel import Kernel, Killed, Thread, Waiter
 
 
 class Lock:
-    """A lock that is not taken twice by one thread. The node's own thread, which is the kernel's,
-    cannot wait for one: whoever has it goes first, until it lets it go."""
+    """A lock that is not taken twice by one thread. The node's own thread, which is no thread of
+    the kernel's, never has to wait for one: nobody waits for anything while he has what it takes."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
         self._is_taken = False
-        self._holder: Thread | None = None
         self._waiters: deque[Waiter] = deque()
 
     def acquire(self, blocking: bool = True) -> bool:
@@ -30,15 +29,10 @@ class Lock:
         while self._is_taken:
             if not blocking:
                 return False
-            if kernel.thread is None:
-                assert self._holder is not None, "taken by the thread that wants it"
-                self._holder.go_first()
-                continue
             waiter = kernel.waiter()
             self._waiters.append(waiter)
             kernel.wait(waiter, None)
         self._is_taken = True
-        self._holder = kernel.thread
         return True
 
     def release(self) -> None:

@@ -164,7 +164,7 @@ class World:
             try:
                 self._live()
             finally:
-                self._end_all()
+                self.kernel.end()
         self.outcome.digest = self.kernel.digest
         self.outcome.machine_events = self.machine_events
         self.outcome.simulated_s = self.kernel.now_us / 1e6
@@ -203,13 +203,6 @@ class World:
                         self.live.values()][:5]
                 raise kernel.broken(f"{otherwise} within {time_s:g} s: {late}")
             kernel.run_until(kernel.now_us + 50_000)
-
-    def _end_all(self) -> None:
-        for process in list(self.pids.values()):
-            process.is_alive = False
-        for process in list(self.pids.values()):
-            for thread in process.threads:
-                thread.resume()
 
     # ---- what happens
 
