@@ -18,6 +18,7 @@ from kvtide.core.tiering import TierPlan, WritePolicy
 from kvtide.errors import CorruptRecord, PlaceFailed
 from kvtide.testing.memory_tier import Held, MemoryTier
 from kvtide.testing.simulate.kernel import Kernel
+from kvtide.testing.simulate.memory import CELL_BYTES
 from kvtide.tiers.base import LoadOutcome, LookupJob, StoreOutcome, Tier
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.remote.session import CALL_S_MAX, Put
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 SERVER_BYTES_MAX = 2 * MiB
 DISK_BYTES_MAX = 1 * MiB
 CALL_S = 0.002
+BLOCK_BYTES = 256
+"""Of a cell, what is used."""
 
 
 @dataclass(slots=True)
@@ -79,7 +82,7 @@ class Store:
         part = (value.cells if how % 2 else value.headers)[which % len(value.cells)]
         match how % 4:
             case 0 | 1:
-                part[(which * 31) % len(part)] ^= 1 << which % 8
+                part[_used(which, len(part))] ^= 1 << which % 8
             case 2:
                 value.cells, value.headers = other.cells, other.headers
             case 3:
@@ -217,6 +220,11 @@ def _written(put: Put) -> tuple[list[bytearray], list[bytearray]]:
     return headers, cells
 
 
+def _used(which: int, length: int) -> int:
+    """A byte that is not padding, nor a header's zeros: of one cell's or header's beginning."""
+    return which % (length // CELL_BYTES) * CELL_BYTES + which // 64 % BLOCK_BYTES
+
+
 def _shared(mine: bytes, theirs: bytes) -> int:
     count = 0
     for start in range(0, min(len(mine), len(theirs)), INNER_DIGEST_BYTES):
@@ -288,7 +296,7 @@ class Places:
         if held:
             shards = held[which % len(held)].shards
             content = bytearray(shards[how % len(shards)])
-            content[which % len(content)] ^= 1 << how % 8
+            content[_used(which, len(content))] ^= 1 << how % 8
             shards[how % len(shards)] = bytes(content)
 
     def calm(self) -> None:
