@@ -173,7 +173,7 @@ class Batches:
         return left
 
     def _grow(self, step: Step, request: ToyRequest, token_count: int) -> list[int] | None:
-        """Blocks for so many tokens; others are preempted for them. None: it is preempted itself."""
+        """Blocks for so many tokens; others are preempted for them. None: it is itself."""
         wanted = -(-token_count // self.blocks.block_tokens) - len(request.blocks)
         while wanted > self.blocks.free_count:
             if self._take_from_waiting(step, request):
@@ -188,7 +188,7 @@ class Batches:
         return blocks
 
     def _preempt(self, step: Step, victim: ToyRequest) -> None:
-        """It loses its blocks and starts again later; steps on their way still bring its tokens."""
+        """It loses its blocks and starts again later; steps under way still bring its tokens."""
         self.running.remove(victim)
         self._take_blocks(step, victim)
         victim.status = Status.WAITING
@@ -214,7 +214,6 @@ class Batches:
                 return True
         return False
 
-
     def preempt_last(self) -> None:
         """As when blocks run out, to the last request that runs."""
         if self.running:
@@ -223,13 +222,21 @@ class Batches:
             self._told_late |= step.preempted_req_ids
 
     def _scheduled(
-        self, step: Step, request: ToyRequest, count: int, blocks: list[int], *, is_first: bool = False
+        self,
+        step: Step,
+        request: ToyRequest,
+        count: int,
+        blocks: list[int],
+        *,
+        is_first: bool = False,
     ) -> None:
         start, end = request.num_computed_tokens, request.num_computed_tokens + count
         request_id, cached = request.request_id, step.scheduled_cached_reqs
         step.num_scheduled_tokens[request_id] = count
         known = request.num_tokens + request.num_output_placeholders
-        work = Work(request_id, request.weights, start, count, list(request.blocks), [], end >= known)
+        work = Work(
+            request_id, request.weights, start, count, list(request.blocks), [], end >= known
+        )
         work.tokens = list(request.all_token_ids)
         step.work.append(work)
         if request.was_scheduled:

@@ -118,7 +118,9 @@ def stand_ins(kernel: Kernel, table: Table, given: Mapping[str, Any]) -> dict[st
 @contextlib.contextmanager
 def installed(names: Mapping[str, Any]) -> Iterator[None]:
     """Inside, the modules of the table have these under their names."""
-    before = [(module, name, getattr(module, name)) for module, all_ in MODULES.items() for name in all_]
+    before = [
+        (module, name, getattr(module, name)) for module, all_ in MODULES.items() for name in all_
+    ]
     try:
         for module, name, _ in before:
             setattr(module, name, names[name])
@@ -126,5 +128,3 @@ def installed(names: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for module, name, real in before:
             setattr(module, name, real)
-
-

@@ -4,11 +4,12 @@
     rank processes      WorkerSide, MappedRegions, Link, mover threads;  KV memory, toy model
 
 Steps go to all ranks in order, two of them under way where the engine is asynchronous. Within a
-step ranks meet once, to make the next token of all their hashes. What a step takes is drawn; a slow
-rank takes longer. The model is that of `toy_engine`: a byte that is wrong changes every token behind
-it.
+step ranks meet once, to make the next token of all their hashes. What a step takes is drawn; a
+slow rank takes longer. The model is that of `toy_engine`: a byte that is wrong changes every token
+behind it.
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -207,7 +208,9 @@ class Rank:
 class Engine:
     """An engine's processes, from its start to its end."""
 
-    def __init__(self, world: Any, name: str, engine_id: str, home: str, shape: EngineShape) -> None:
+    def __init__(
+        self, world: Any, name: str, engine_id: str, home: str, shape: EngineShape
+    ) -> None:
         self.kernel: Kernel = world.kernel
         self.world = world
         self.name = name
@@ -275,11 +278,10 @@ class Engine:
 
     def _member_died(self) -> None:
         """vLLM ends what is left of an engine within moments."""
+        kernel = self.kernel
         for process in self.processes:
-            delay_us = self.kernel.draw.randrange(50_000)
-            self.kernel.at(
-                self.kernel.now_us + delay_us, lambda one=process: self.kernel.kill(one)
-            )
+            delay_us = kernel.draw.randrange(50_000)
+            kernel.at(kernel.now_us + delay_us, functools.partial(kernel.kill, process))
 
     # ---- from outside
 

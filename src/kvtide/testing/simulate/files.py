@@ -1,7 +1,7 @@
 """Descriptors of simulated processes: events, pidfds, memory files, sockets; `poll`, `os`, paths.
 
-    File ◄─ a number in the process that opened it, or was sent it;  closed with the last number
-       └─ watchers: polls and loops that are told when it may have become ready
+File ◄─ a number in the process that opened it, or was sent it;  closed with the last number
+   └─ watchers: polls and loops that are told when it may have become ready
 """
 
 import errno
@@ -15,6 +15,8 @@ from kvtide.testing.simulate.kernel import Kernel, Killed, Process
 
 FD_FIRST = 10_000
 """No number of a real descriptor: one that is mistaken for another is not closed for real."""
+
+
 class File:
     """What a descriptor stands for."""
 
@@ -145,12 +147,6 @@ class Poll:
         files = [(self._table.file(number), self._wanted[number]) for number in numbers]
         ready = wait_ready(self._table.kernel, files, timeout_ms / 1000)
         return [(numbers[i], files[i][0].ready() & files[i][1]) for i in ready]
-
-
-def select_of(table: Table) -> SimpleNamespace:
-    """What stands for `select`."""
-    names = {name: getattr(select, name) for name in ("POLLIN", "POLLOUT")}
-    return SimpleNamespace(poll=lambda: Poll(table), **names)
 
 
 def select_of(table: Table) -> SimpleNamespace:

@@ -2,10 +2,11 @@
 
     heap of events ─► the earliest: a callback, or a thread that goes on until it waits again
 
-Threads of production code are real threads, of which one runs at any moment: the one that has the
-turn. When it waits for something (see `waiting`), it lets events happen until one gives the turn to
-another, or back to it. So there is no race that the seed does not decide. Every call from production code into what is simulated is an *edge*: there a
-process may be killed, or another thread may go first.
+Threads of production code are real threads, of which one runs at any moment: the one that has
+the turn. When it waits for something (see `waiting`), it lets events happen until one gives the
+turn to another, or back to it. So there is no race that the seed does not decide. Every call from
+production code into what is simulated is an *edge*: there a process may be killed, or another
+thread may go first.
 
 A process that is killed loses its turn for good: each of its threads finds `Killed` where it
 waits. One that stands still (SIGSTOP) keeps its events until it goes on.
@@ -23,6 +24,8 @@ LATENCY_US_MAX = 60
 DEATH_US_MAX = 8_000
 """From the closing of a dead process's descriptors until its pidfd tells."""
 PID_FIRST = 1_000
+EDGES_MAX = 100_000
+"""More calls at one moment than any thread should make."""
 
 
 class Killed(BaseException):
@@ -143,7 +146,7 @@ class Kernel:
         self.yield_ratio = 0.0
         """How often another thread goes first at an edge."""
         self.event_count = 0
-        self.edge_count = 0
+        self._edges_now = 0
         self.threads: list[Thread] = []
         self.failure: BaseException | None = None
         self.lines: list[str] = []
@@ -191,7 +194,8 @@ class Kernel:
         heap = self._heap
         while self.failure is None and heap and heap[0][0] <= self._limit_us:
             event_us, _, process, call = heapq.heappop(heap)
-            self.now_us = max(self.now_us, event_us)
+            if event_us > self.now_us:
+                self.now_us, self._edges_now = event_us, 0
             if process is not None:
                 if not process.is_alive:
                     continue
@@ -266,7 +270,9 @@ class Kernel:
 
     def edge(self) -> None:
         """Production code calls what is simulated: its process may die here, or stand back."""
-        self.edge_count += 1
+        self._edges_now += 1
+        if self._edges_now > EDGES_MAX:
+            raise self.broken(f"{self.thread or self.current} goes round and round, and no time")
         process = self.current
         if process is None:
             return
@@ -284,7 +290,7 @@ class Kernel:
     # ---- life and death
 
     def kill(self, process: Process) -> None:
-        """SIGKILL: its threads end where they are, its descriptors close, its pidfd tells later."""
+        """SIGKILL: its threads end where they are, its descriptors close, then its pidfd tells."""
         if not process.is_alive:
             return
         process.is_alive = False

@@ -64,8 +64,11 @@ class SimLoop:
         try:
             call(*arguments)
         except Exception as error:
-            assert self._on_exception is not None, error
-            self._on_exception(self, {"message": f"a callback failed: {error!r}", "exception": error})
+            if self._on_exception is None:
+                raise
+            self._on_exception(
+                self, {"message": f"a callback failed: {error!r}", "exception": error}
+            )
         self.after_call()
 
     def call_soon(self, call: Callable[..., None], *arguments: Any) -> None:

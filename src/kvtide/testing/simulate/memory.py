@@ -34,9 +34,7 @@ Uses: TypeAlias = list[int]
 class MemoryFile(File):
     """The bytes of one region in one shard."""
 
-    def __init__(
-        self, kernel: Kernel, region: int, cell_count: int, cell_bytes: int
-    ) -> None:
+    def __init__(self, kernel: Kernel, region: int, cell_count: int, cell_bytes: int) -> None:
         super().__init__()
         self._kernel = kernel
         self.region = region
@@ -65,7 +63,7 @@ class MemoryFile(File):
         other = self.writers.get(cell)
         if other is not None and other.is_alive:
             raise self._kernel.broken(
-                f"{process.name} writes cell {cell} of region {self.region} while {other.name} does"
+                f"{process.name} and {other.name} write cell {cell} of region {self.region}"
             )
         if cell in self.tiers_write or cell in self.tiers_read:
             raise self._kernel.broken(
@@ -103,9 +101,7 @@ class RegionFiles:
 
     def __init__(self, table: Table, number: int, layout: KVLayout, cell_count: int) -> None:
         self.layout = layout
-        files = [
-            MemoryFile(table.kernel, number, cell_count, size) for size in layout.cell_bytes
-        ]
+        files = [MemoryFile(table.kernel, number, cell_count, size) for size in layout.cell_bytes]
         generations = GenerationFile(table.kernel, cell_count)
         self.shards = [Shard(file, table.add(file)) for file in files]
         self._generations = Shard(generations, table.add(generations))

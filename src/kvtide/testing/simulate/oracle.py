@@ -92,8 +92,13 @@ def _held_by_node(node: "Node") -> dict[str, Any]:
 def _check_cells(world: "World", node: "Node") -> None:
     """Every cell is free, or an entry's that can be found."""
     machine = node.machine
-    used = sum(region.cells.cell_count - region.cells.free_cells for region in machine.host.regions.values())
-    entries = [entry for entry in machine.index.entries.values() if entry.blocks and entry.is_attached]
+    used = sum(
+        region.cells.cell_count - region.cells.free_cells
+        for region in machine.host.regions.values()
+    )
+    entries = [
+        entry for entry in machine.index.entries.values() if entry.blocks and entry.is_attached
+    ]
     held = sum(entry.blocks for entry in entries)
     if used != held:
         raise world.kernel.broken(f"at idle {used} cells are in use, and entries hold {held}")
@@ -109,9 +114,7 @@ def _check_files(world: "World") -> None:
     for node in world.nodes.values():
         if node.is_alive:
             connections = len(node.runtime._server._connections)
-            regions = sum(
-                len(files.shards) + 1 for files in node.memory._files.values()
-            )
+            regions = sum(len(files.shards) + 1 for files in node.memory._files.values())
             wanted = 3 + connections + len(node.runtime._processes) + regions
             if len(node.process.files) != wanted:
                 kinds = sorted(type(file).__name__ for file in node.process.files.values())
@@ -130,9 +133,12 @@ def check_left(world: "World") -> None:
         while (entry := machine.index.next_to_evict(machine.host.regions)) is not None:
             machine.lending.evict(entry, EvictCause.ROOM)
         machine.check_integrity()
-        left = {"entries": machine.index.entries, "regions used": [
-            region for region in machine.host.regions.values() if not region.is_unused
-        ]}
+        left = {
+            "entries": machine.index.entries,
+            "regions used": [
+                region for region in machine.host.regions.values() if not region.is_unused
+            ],
+        }
         _all_zero(world, node.process.name, left)
         world.kernel.current = node.process
         node.runtime._feed(HostLimit(0))

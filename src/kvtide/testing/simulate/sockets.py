@@ -60,7 +60,12 @@ class Stream(File):
     def ready(self) -> int:
         found = select.POLLIN if self.arrived or self.is_ended else 0
         peer = self.peer
-        if self.is_over_there or peer is None or peer.is_cut or peer.waiting_bytes < peer.bytes_max:
+        if (
+            self.is_over_there
+            or peer is None
+            or peer.is_cut
+            or peer.waiting_bytes < peer.bytes_max
+        ):
             found |= select.POLLOUT
         return found
 
@@ -301,8 +306,8 @@ class SimSocket:
 
 def socket_of(net: Net) -> SimpleNamespace:
     """What stands for `socket`."""
-    names = ("AF_UNIX", "SOCK_STREAM", "SOCK_NONBLOCK", "SOL_SOCKET", "SCM_RIGHTS", "SHUT_RD")
-    names += ("MSG_CMSG_CLOEXEC", "MSG_CTRUNC", "SO_PEERCRED")
+    names = ["AF_UNIX", "SOCK_STREAM", "SOCK_NONBLOCK", "SOL_SOCKET", "SCM_RIGHTS", "SHUT_RD"]
+    names += ["MSG_CMSG_CLOEXEC", "MSG_CTRUNC", "SO_PEERCRED"]
     table = net.table
 
     def send_fds(sock: SimSocket, buffers: list[Any], numbers: list[int]) -> int:
@@ -316,5 +321,3 @@ def socket_of(net: Net) -> SimpleNamespace:
     return SimpleNamespace(
         socket=made, send_fds=send_fds, **{name: getattr(socket, name) for name in names}
     )
-
-

@@ -14,8 +14,11 @@ from kvtide.testing.simulate.kernel import Kernel, Killed, Thread, Waiter
 
 
 class Lock:
-    """A lock that is not taken twice by one thread. The node's own thread, which is no thread of
-    the kernel's, never has to wait for one: nobody waits for anything while he has what it takes."""
+    """A lock that is not taken twice by one thread.
+
+    The node's own thread, which is none of the kernel's, never has to wait for one: nobody waits
+    for anything while he has a lock of a tier.
+    """
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -160,6 +163,7 @@ class SimpleQueue:
         return not self._items
 
     def get_nowait(self) -> Any:
+        self._kernel.edge()
         if not self._items:
             raise queue.Empty
         return self._items.popleft()

@@ -1,12 +1,13 @@
 """A machine with engines and nodes; what happens to them, and what must hold.
 
-    World(seed).run()
-      act      the plan's requests and faults, each at its time
-      calm     faults end; every request must end, and hits must come back
-      idle     nothing is held, lent, open or waiting any more
-      leave    engines end; nothing of the host tier is left that could not be freed
+World(seed).run()
+  act      the plan's requests and faults, each at its time
+  calm     faults end; every request must end, and hits must come back
+  idle     nothing is held, lent, open or waiting any more
+  leave    engines end; nothing of the host tier is left that could not be freed
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,9 @@ from functools import lru_cache
 from typing import Any
 
 from kvtide.core.keys import salt_digest
+from kvtide.core.tiering import WritePolicy
 from kvtide.testing.simulate.batches import Batches
 from kvtide.testing.simulate.blocks import Adapter, ToyRequest
-from kvtide.core.tiering import WritePolicy
 from kvtide.testing.simulate.edges import installed, stand_ins
 from kvtide.testing.simulate.engine import BLOCK_TOKENS, VOCABULARY, Engine, EngineShape
 from kvtide.testing.simulate.files import Names, SimPlaces, Table, fcntl_of, os_of, select_of
@@ -153,8 +154,7 @@ class World:
         self._next_engine += 1
         home = f"/home{index % self.shape.homes}"
         engine_id = f"engine {index}.{self.kernel.draw.randrange(3)}"
-        engine = Engine(self, f"engine{index}.{self._next_engine}", engine_id, home, shape)
-        return engine
+        return Engine(self, f"engine{index}.{self._next_engine}", engine_id, home, shape)
 
     # ---- its life
 
@@ -176,7 +176,7 @@ class World:
         self.engines = [self._start_engine(i, shape) for i, shape in enumerate(self.shapes)]
         start_us = kernel.now_us
         for action in self.plan:
-            kernel.at(start_us + action.at_us, lambda action=action: self._act(action))
+            kernel.at(start_us + action.at_us, functools.partial(self._act, action))
         kernel.run_until(start_us + int(self.shape.span_s * 1e6))
         self._calm()
         self._wait_for(lambda: not self.live, CALM_S_MAX, "requests have not ended")
@@ -199,8 +199,10 @@ class World:
         until_us = kernel.now_us + int(time_s * 1e6)
         while not is_so():
             if kernel.now_us >= until_us:
-                late = [(engine.name, request.request_id, request.status) for engine, request in
-                        self.live.values()][:5]
+                late = [
+                    (engine.name, request.request_id, request.status)
+                    for engine, request in self.live.values()
+                ][:5]
                 raise kernel.broken(f"{otherwise} within {time_s:g} s: {late}")
             kernel.run_until(kernel.now_us + 50_000)
 
@@ -365,7 +367,7 @@ class World:
         for node in list(self.nodes.values()):
             node.memory.limit_bytes = self.shape.host_bytes * (share % 100) // 100
             self.kernel.at(
-                self.kernel.now_us + span % 5_000_000, lambda node=node: self._grow(node)
+                self.kernel.now_us + span % 5_000_000, functools.partial(self._grow, node)
             )
 
     def _grow(self, node: Node) -> None:
@@ -434,7 +436,11 @@ class World:
 
 def kv_number(weights: int, adapter: Adapter | None, salt: str | None) -> int:
     """What KV is computed with. A salt counts, too: so what it must keep apart is told apart."""
-    return weights * 16 + (adapter.lora_int_id if adapter else 0) * 4 + ((salt or " ").encode()[0] & 3)
+    return (
+        weights * 16
+        + (adapter.lora_int_id if adapter else 0) * 4
+        + ((salt or " ").encode()[0] & 3)
+    )
 
 
 @lru_cache(4096)
