@@ -131,7 +131,9 @@ class Rank:
         view = np.frombuffer(self.raw, np.uint8)
         view = view.reshape(1, shape.block_count, BLOCK_TOKENS, TOKEN_KV_BYTES)
         self.memory = PagedMemory(view, rank // shape.replicas)
-        self.mover = SimMover(engine.kernel, self.raw, block_bytes)
+        self.mover = SimMover(
+            engine.kernel, self.raw, block_bytes, lambda: self.process.name in engine.slow
+        )
         self.work = SimpleQueue(engine.kernel)
         self.known: dict[int, list[int]] = {}
         self.side: WorkerSide | None = None

@@ -25,6 +25,8 @@ MAKE_US_MAX = 4_000
 """The kernel allocates a region in so long."""
 COPY_US_MAX = 400
 """A copy of a block takes so long."""
+SLOW_COPY_US_MAX = 1_500_000
+"""Where memory is swapped, say: connections come and go meanwhile."""
 
 
 Uses: TypeAlias = list[int]
@@ -219,8 +221,15 @@ class SimMapping:
 class SimMover:
     """As a `Mover`, over the KV memory of one rank of the toy engine."""
 
-    def __init__(self, kernel: Kernel, memory: bytearray, block_bytes: int) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        memory: bytearray,
+        block_bytes: int,
+        is_slow: Callable[[], bool],
+    ) -> None:
         self._kernel = kernel
+        self._is_slow = is_slow
         self._memory = memory
         self.payload_bytes = block_bytes
         self.cell_bytes = CELL_BYTES
@@ -257,4 +266,5 @@ class SimMover:
         kernel = self._kernel
         kernel.edge()
         if kernel.draw.random() < 0.2:
-            kernel.sleep(kernel.draw.random() * COPY_US_MAX / 1e6)
+            most_us = SLOW_COPY_US_MAX if self._is_slow() else COPY_US_MAX
+            kernel.sleep(kernel.draw.random() * most_us / 1e6)

@@ -55,6 +55,8 @@ class Stream(File):
         self.is_cut = False
         self.is_over_there = False
         """We know that the peer has closed it, or that it broke."""
+        self.fuse = 0
+        """Sends left until the connection breaks with what is sent then; 0: it does not."""
         self._free_us = 0
 
     def ready(self) -> int:
@@ -79,6 +81,11 @@ class Stream(File):
         room = peer.bytes_max - peer.waiting_bytes
         if room <= 0:
             raise BlockingIOError
+        if self.fuse:
+            self.fuse -= 1
+            if not self.fuse:
+                self.lose()
+                return len(data)
         sent = data[:room]
         self.net.kernel.log_bytes(sent)
         peer.waiting_bytes += len(sent)
@@ -171,6 +178,14 @@ class Net:
     def delay_us(self) -> int:
         """From a send to its arrival."""
         return 5 + int(self.kernel.draw.expovariate(1 / 25)) + self.slow_us
+
+    def calm(self) -> None:
+        """Nothing breaks any more."""
+        self.slow_us = 0
+        for stream in self.streams:
+            stream.fuse = 0
+            if stream.peer is not None:
+                stream.peer.fuse = 0
 
     def drop(self, files: Sequence[File]) -> None:
         """Descriptors that nobody took."""

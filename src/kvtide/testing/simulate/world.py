@@ -281,10 +281,16 @@ class World:
 
     # ---- faults
 
-    def _cut(self, which: int, *_: int) -> None:
+    def _cut(self, which: int, sends: int, end: int, *_: int) -> None:
+        """Now, or with what one of its ends sends next."""
         streams = list(self.net.streams)
-        if streams:
-            streams[which % len(streams)].lose()
+        if not streams:
+            return
+        stream = streams[which % len(streams)]
+        if sends % 3 == 0 or stream.peer is None:
+            stream.lose()
+        else:
+            (stream if end % 2 else stream.peer).fuse = 1 + sends // 3 % 12
 
     def _process(self, which: int) -> Process | None:
         living = [process for process in self.pids.values() if process.is_alive]
@@ -406,7 +412,7 @@ class World:
         for process in self.pids.values():
             process.stalled_until_us = min(process.stalled_until_us, self.kernel.now_us)
             process.fuse = 0
-        self.net.slow_us = 0
+        self.net.calm()
         self.below.calm()
         self.kernel.yield_ratio = 0.0
         for node in self.nodes.values():
