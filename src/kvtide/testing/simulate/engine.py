@@ -37,6 +37,8 @@ CHUNK_TOKENS = 16
 IDLE_S = 0.01
 """Between two steps that compute nothing."""
 STEP_S_MAX = 0.02
+SLOW_STEP_S_MAX = 0.6
+"""Of a slow rank: connections come and go within a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +173,8 @@ class Rank:
             self.known.pop(request_id, None)
         hashes = {one.request_id: self._forward(one) for one in step.work}
         if step.work:
-            slow = 4.0 if self.process.name in self.engine.slow else 1.0
-            kernel.sleep(kernel.draw.random() * STEP_S_MAX * slow)
+            most_s = SLOW_STEP_S_MAX if self.process.name in self.engine.slow else STEP_S_MAX
+            kernel.sleep(kernel.draw.random() * most_s)
             self._meet(run, hashes)
         for job in step.plan.loads:
             self.memory.scribble(job.block_ids)

@@ -194,6 +194,7 @@ class SimMapping:
         assert isinstance(generations, GenerationFile), generations_fd
         assert len(file.cells) == bytes_total, (len(file.cells), bytes_total)
         self._kernel = table.kernel
+        self.broken = self._kernel.broken
         self._table = table
         self.file = file
         self.cell_count = bytes_total // cell_bytes
@@ -205,6 +206,11 @@ class SimMapping:
             one.references += 1
         self._process = table.process()
         self._process.on_death.append(self.close)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Until it is closed."""
+        return bool(self._kept)
 
     def populate(self, stop: Any) -> bool:
         self._kernel.sleep(self._kernel.draw.random() * 0.003)
@@ -241,12 +247,13 @@ class SimMover:
         process = kernel.current
         assert process is not None
         for block_id, place in zip(block_ids, cells, strict=True):
-            file: MemoryFile = place.region.file  # type: ignore[attr-defined]
+            file = _file(place)
             to, source = place.cell * file.cell_bytes, block_id * size
             file.begin_write(place.cell, process)
             block = bytes(self._memory[source : source + size])
             file.cells[to : to + half] = block[:half]
             self._take_time()
+            _file(place)
             file.cells[to + half : to + size] = block[half:]
             del file.writers[place.cell]
         self.copied_blocks += len(block_ids)
@@ -255,10 +262,11 @@ class SimMover:
         """Copy cells into blocks, half after half: what is changed meanwhile is torn."""
         size, half = self.payload_bytes, self.payload_bytes // 2
         for block_id, place in zip(block_ids, cells, strict=True):
-            file: MemoryFile = place.region.file  # type: ignore[attr-defined]
+            file = _file(place)
             start, to = place.cell * file.cell_bytes, block_id * size
             self._memory[to : to + half] = file.cells[start : start + half]
             self._take_time()
+            _file(place)
             self._memory[to + half : to + size] = file.cells[start + half : start + size]
 
     def _take_time(self) -> None:
@@ -268,3 +276,12 @@ class SimMover:
         if kernel.draw.random() < 0.2:
             most_us = SLOW_COPY_US_MAX if self._is_slow() else COPY_US_MAX
             kernel.sleep(kernel.draw.random() * most_us / 1e6)
+
+
+def _file(place: CellPlace) -> MemoryFile:
+    """What a cell is in; the worker must have it mapped now, or a real one would end by SIGSEGV."""
+    mapping: Any = place.region
+    file: MemoryFile = mapping.file
+    if not mapping.is_mapped:
+        raise mapping.broken(f"a copy is in region {file.region}, which is not mapped any more")
+    return file
