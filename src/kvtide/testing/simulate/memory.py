@@ -279,7 +279,7 @@ class SimMover:
 
 
 def _file(place: CellPlace) -> MemoryFile:
-    """What a cell is in; the worker must have it mapped now, or a real one would end by SIGSEGV."""
+    """What a cell is in; a real worker that has it not mapped would end by SIGSEGV."""
     mapping: Any = place.region
     file: MemoryFile = mapping.file
     if not mapping.is_mapped:
