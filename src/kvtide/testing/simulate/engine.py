@@ -24,8 +24,8 @@ from kvtide.engines.vllm.scheduler import SchedulerSide
 from kvtide.engines.vllm.session import EngineIdentity, EngineSession
 from kvtide.engines.vllm.weights import Hashing, Known
 from kvtide.engines.vllm.worker import WorkerSide
-from kvtide.testing.simulate.batches import Batches, Step, Work
 from kvtide.testing.simulate.blocks import Blocks, ToyRequest
+from kvtide.testing.simulate.engine_batches import Batches, Step, Work
 from kvtide.testing.simulate.kernel import Kernel, Process
 from kvtide.testing.simulate.memory import SimMover
 from kvtide.testing.simulate.waiting import Condition, SimpleQueue, SimThread
@@ -181,7 +181,8 @@ class Rank:
         side.start_loads(step.plan)
         side.wait_for_save(step.plan)
         ended = side.take_ended()
-        run.reports.append((ended, side.take_load_errors(), side.counters.take()))  # type: ignore[arg-type]
+        errors, counts = side.take_load_errors(), side.counters.take()
+        run.reports.append((ended, errors, counts))  # type: ignore[arg-type]
         if len(run.reports) == run.ranks:
             self.engine.done.put(run)
 
@@ -307,7 +308,8 @@ class Engine:
         clock = self.world.clock
         self.session = EngineSession(identity, config, self.places, clock)
         self.session.start()
-        side = SchedulerSide(identity, config.engine, self.session, ToyAdapters(), clock)  # type: ignore[arg-type]
+        adapters: Any = ToyAdapters()
+        side = SchedulerSide(identity, config.engine, self.session, adapters, clock)
         shape = self.shape
         self.batches = Batches(
             side,
@@ -328,11 +330,12 @@ class Engine:
 
     def _identity(self) -> EngineIdentity:
         shape = self.shape
+        weights: Any = ToyWeights(self.kernel, shape.weights, shape.hashing_s)
         return EngineIdentity(
             engine_id=self.engine_id,
             label=self.name,
             fields={"model": shape.model, "ranks": shape.ranks},
-            weights=(ToyWeights(self.kernel, shape.weights, shape.hashing_s),),  # type: ignore[arg-type]
+            weights=(weights,),
             worker_count=shape.ranks,
             block_tokens=BLOCK_TOKENS,
             chunk_tokens=CHUNK_TOKENS,

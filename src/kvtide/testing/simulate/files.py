@@ -91,10 +91,22 @@ class EventFile(File):
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self._count = 0
 
     def ready(self) -> int:
-        return select.POLLIN if self.count else 0
+        return select.POLLIN if self._count else 0
+
+    def add(self, value: int) -> None:
+        """As `os.eventfd_write`."""
+        self._count += value
+        self.changed()
+
+    def take(self) -> int:
+        """As `os.eventfd_read`."""
+        if not self._count:
+            raise BlockingIOError
+        count, self._count = self._count, 0
+        return count
 
 
 class PidFile(File):
@@ -234,22 +246,9 @@ def os_of(table: Table, names: Names, pids: dict[int, Process]) -> SimpleNamespa
     """What stands for `os`: descriptors, processes, names."""
     kernel = table.kernel
 
-    def event(number: int) -> EventFile:
-        file = table.file(number)
-        assert isinstance(file, EventFile), number
-        return file
-
     def eventfd_write(number: int, value: int) -> None:
         kernel.edge()
-        event(number).count += value
-        event(number).changed()
-
-    def eventfd_read(number: int) -> int:
-        file = event(number)
-        if not file.count:
-            raise BlockingIOError
-        count, file.count = file.count, 0
-        return count
+        _event(table, number).add(value)
 
     def getpid() -> int:
         process = table.process()
@@ -268,7 +267,7 @@ def os_of(table: Table, names: Names, pids: dict[int, Process]) -> SimpleNamespa
     return SimpleNamespace(
         eventfd=lambda value, flags: table.add(EventFile()),
         eventfd_write=eventfd_write,
-        eventfd_read=eventfd_read,
+        eventfd_read=lambda number: _event(table, number).take(),
         pidfd_open=lambda pid: table.add(PidFile(pids[pid])),
         getpid=getpid,
         getuid=os.getuid,
@@ -282,6 +281,12 @@ def os_of(table: Table, names: Names, pids: dict[int, Process]) -> SimpleNamespa
         **{name: getattr(os, name) for name in ("EFD_NONBLOCK", "EFD_CLOEXEC", "O_CLOEXEC")},
         **{name: getattr(os, name) for name in ("O_PATH", "O_RDONLY")},
     )
+
+
+def _event(table: Table, number: int) -> EventFile:
+    file = table.file(number)
+    assert isinstance(file, EventFile), number
+    return file
 
 
 def fcntl_of(table: Table, names: Names) -> SimpleNamespace:

@@ -16,10 +16,10 @@ from typing import Any
 
 from kvtide.core.keys import salt_digest
 from kvtide.core.tiering import WritePolicy
-from kvtide.testing.simulate.batches import Batches
 from kvtide.testing.simulate.blocks import Adapter, ToyRequest
 from kvtide.testing.simulate.edges import installed, stand_ins
 from kvtide.testing.simulate.engine import BLOCK_TOKENS, VOCABULARY, Engine, EngineShape
+from kvtide.testing.simulate.engine_batches import Batches
 from kvtide.testing.simulate.files import Names, SimPlaces, Table, fcntl_of, os_of, select_of
 from kvtide.testing.simulate.kernel import Kernel, Process
 from kvtide.testing.simulate.loop import SimLoop, asyncio_of

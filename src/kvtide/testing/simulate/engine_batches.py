@@ -356,6 +356,8 @@ class Batches:
             used = -(-request.num_computed_tokens // self.blocks.block_tokens)
             for index, block in enumerate(request.blocks[:used]):
                 if block in failed:
-                    request.num_computed_tokens = index * self.blocks.block_tokens
+                    good_tokens = index * self.blocks.block_tokens
+                    request.external_tokens -= request.num_computed_tokens - good_tokens
+                    request.num_computed_tokens = good_tokens
                     request.has_load_failed = True
                     break
