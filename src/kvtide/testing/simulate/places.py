@@ -73,20 +73,20 @@ class Store:
         return next((key for key in self.values if key not in parents and key != besides), None)
 
     def damage(self, which: int, how: int) -> None:
-        """A value is not what was written."""
-        keys = list(self.values)
-        if not keys:
-            return
-        value = self.values[keys[which % len(keys)]]
-        other = self.values[keys[(which // 7) % len(keys)]]
-        part = (value.cells if how % 2 else value.headers)[which % len(value.cells)]
-        match how % 4:
-            case 0 | 1:
-                part[_used(which, len(part))] ^= 1 << which % 8
-            case 2:
-                value.cells, value.headers = other.cells, other.headers
-            case 3:
-                del part[len(part) // 2 :]
+        """Every third value is not what was written."""
+        values = list(self.values.values())
+        for value in values[which % 3 :: 3]:
+            shard = which % len(value.cells)
+            other = values[which // 7 % len(values)]
+            match how % 4:
+                case 0 | 1:
+                    part = (value.cells if how % 2 else value.headers)[shard]
+                    if len(part) >= CELL_BYTES:  # else it was cut short before
+                        part[_used(which, len(part))] ^= 1 << which % 8
+                case 2:
+                    value.cells[shard] = bytearray(other.cells[-1])
+                case 3:
+                    del value.cells[shard][len(value.cells[shard]) // 2 :]
 
     def forget(self, which: int) -> None:
         """It evicts as it likes, and not leaves first."""

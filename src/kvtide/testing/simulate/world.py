@@ -353,11 +353,15 @@ class World:
         engine = self._engine(which)
 
         def change(batches: Batches) -> None:
-            for request in list(batches.requests.values()):
-                batches.finish(request)
-                self.request_ended(engine, request)
-            batches.reset_cache()
             engine.weights += 1000
+            for request in list(batches.requests.values()):
+                if request.was_scheduled:
+                    batches.finish(request)
+                    self.request_ended(engine, request)
+                else:  # it computes with them, whatever is being loaded for it
+                    adapter, salt = request.lora_request, request.cache_salt
+                    request.weights = kv_number(engine.weights, adapter, salt)
+            batches.reset_cache()
 
         engine.ask(change)
 
