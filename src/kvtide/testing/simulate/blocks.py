@@ -64,6 +64,8 @@ class ToyRequest:
         self.is_load_over = False
         self.has_load_failed = False
         self.blocks: list[int] = []
+        self.local_blocks = 0
+        """Of these, what the engine's own cache had when it was admitted."""
         self.was_scheduled = False
         self.since_us = 0
         self.external_tokens = 0
@@ -72,6 +74,12 @@ class ToyRequest:
     def num_tokens(self) -> int:
         """Known tokens: the prompt's and those that were generated."""
         return len(self.all_token_ids)
+
+    @property
+    def has_old_bytes(self) -> bool:
+        """Whether it counts on bytes that were computed, or have been loaded, before now."""
+        is_loading = self.status is Status.LOADING and not self.is_load_over
+        return bool(self.blocks) and not (is_loading and not self.local_blocks)
 
     @property
     def generated(self) -> list[int]:

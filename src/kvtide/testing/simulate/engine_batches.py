@@ -304,6 +304,7 @@ class Batches:
                 return None
         needed -= self.blocks.unowned(local)
         self.blocks.own(local)
+        request.local_blocks = len(local)
         request.blocks = request.blocks + local + self.blocks.take(max(0, needed))
         self.side.allocated(request, list(request.blocks), external)
         request.num_computed_tokens = computed

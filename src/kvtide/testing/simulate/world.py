@@ -355,10 +355,10 @@ class World:
         def change(batches: Batches) -> None:
             engine.weights += 1000
             for request in list(batches.requests.values()):
-                if request.was_scheduled:
+                if request.was_scheduled or request.has_old_bytes:
                     batches.finish(request)
                     self.request_ended(engine, request)
-                else:  # it computes with them, whatever is being loaded for it
+                else:  # it computes with the others, whatever is being loaded for it
                     adapter, salt = request.lora_request, request.cache_salt
                     request.weights = kv_number(engine.weights, adapter, salt)
             batches.reset_cache()
