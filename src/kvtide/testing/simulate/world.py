@@ -45,7 +45,7 @@ FAMILIES = 4
 BOOT_US_MAX = 150_000
 STALLS_US = (20_000, 400_000, 3_000_000, 6_000_000)
 CALM_S_MAX = 20.0
-"""After the last fault: so long, at most, no request ends or gets a token, while there are some."""
+"""After the last fault: so long, at most, no request ends or gets a token while there are some."""
 IDLE_S = 25.0
 """And nothing is held any more: leases, questions and grants have run out."""
 
@@ -196,7 +196,7 @@ class World:
     def _wait_for(self, is_so: Callable[[], bool], time_s: float, otherwise: str) -> None:
         """Let time pass until something is so; never so long without any progress."""
         kernel = self.kernel
-        before: list[int] = []
+        before: list[int] | None = None
         until_us = 0
         while not is_so():
             left = [len(request.all_token_ids) for _, request in self.live.values()]
