@@ -46,9 +46,9 @@ def shape_of(seed: int) -> WorldShape:
     return WorldShape(
         homes=draw.choice((1, 1, 2)),
         engines=tuple(engines),
-        host_bytes=draw.choice((512, 1024, 4096)) * KiB * ranks // replicas,
+        host_bytes=draw.choice((256, 512, 2048)) * KiB * ranks // replicas,
         yield_ratio=draw.choice((0.0, 0.01, 0.1)),
-        below=draw.choice(((), (), ("disk",), ("server",), ("disk", "server"))),
+        below=draw.choice(((), ("disk",), ("server",), ("server",), ("disk", "server"))),
         policy=draw.choice(list(WritePolicy)),
     )
 

@@ -29,8 +29,8 @@ from kvtide.units import KiB, MiB
 if TYPE_CHECKING:
     from kvtide.testing.simulate.node import Node
 
-SERVER_BYTES_MAX = 2 * MiB
-DISK_BYTES_MAX = 1 * MiB
+SERVER_BYTES_MAX = 8 * MiB
+DISK_BYTES_MAX = 4 * MiB
 CALL_S = 0.002
 BLOCK_BYTES = 256
 """Of a cell, what is used."""
