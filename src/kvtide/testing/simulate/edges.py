@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from kvtide.engines.vllm import lookups, scheduler, session, worker
+from kvtide.errors import WireError
 from kvtide.memory import mapped
 from kvtide.node import runtime, supervise, tiers
 from kvtide.testing import memory_tier
@@ -54,6 +55,10 @@ SPLIT_BYTES = 512
 """A load of more than twice this is copied by two threads: of five blocks, as these are small."""
 
 
+DEAD_BEFORE_HEARD = "the pidfd of a hello is of a process that has ended"
+"""The one reason for which a node closes a connection here: all say only what they should."""
+
+
 class Logger:
     """What stands for a module's logger: lines of the world's log; faults fail it."""
 
@@ -65,13 +70,18 @@ class Logger:
         self._kernel.log(level, name, text % arguments if arguments else text)
 
     def debug(self, text: str, *arguments: Any) -> None:
-        """Not worth a line."""
+        """Not worth a line; but nobody here says what is none of ours."""
+        if any(isinstance(one, WireError) for one in arguments):
+            self._kernel.broken(text % arguments)
 
     def info(self, text: str, *arguments: Any) -> None:
         self._say("info", text, arguments)
 
     def warning(self, text: str, *arguments: Any) -> None:
         self._say("warning", text, arguments)
+        said = text % arguments if arguments else text
+        if " is closed: " in said and not said.endswith(DEAD_BEFORE_HEARD):
+            self._kernel.broken(said)
 
     def log(self, level: int, text: str, *arguments: Any) -> None:
         self._say(str(level), text, arguments)
@@ -99,7 +109,7 @@ def stand_ins(kernel: Kernel, table: Table, given: Mapping[str, Any]) -> dict[st
         file = table.file(number)
         assert isinstance(file, PidFile), number
         if file.process.is_proven_dead:
-            return "the pidfd of a hello is of a process that has ended"
+            return DEAD_BEFORE_HEARD
         return "" if file.process.pid == peer_pid else "a pidfd of another process"
 
     return {
