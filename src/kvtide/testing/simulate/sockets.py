@@ -20,6 +20,9 @@ from typing import Any
 from kvtide.testing.simulate.files import File, Names, Table, wait_ready
 from kvtide.testing.simulate.kernel import Kernel, Process
 
+KIND_AT = 4
+"""Where a frame says of which kind it is."""
+
 
 class Listener(File):
     """A listening socket."""
@@ -57,6 +60,8 @@ class Stream(File):
         """We know that the peer has closed it, or that it broke."""
         self.fuse = 0
         """Sends left until the connection breaks with what is sent then; 0: it does not."""
+        self.doomed_kind = -1
+        """The kind of message with which the connection breaks; none where negative."""
         self._free_us = 0
 
     def ready(self) -> int:
@@ -81,11 +86,9 @@ class Stream(File):
         room = peer.bytes_max - peer.waiting_bytes
         if room <= 0:
             raise BlockingIOError
-        if self.fuse:
-            self.fuse -= 1
-            if not self.fuse:
-                self.lose()
-                return len(data)
+        if self._breaks_with(data):
+            self.lose()
+            return len(data)
         sent = data[:room]
         self.net.kernel.log_bytes(sent)
         peer.waiting_bytes += len(sent)
@@ -97,6 +100,15 @@ class Stream(File):
         item = (memoryview(bytes(sent)), files)
         kernel.at(self._free_us, lambda: peer.take(item))
         return len(sent)
+
+    def _breaks_with(self, data: memoryview) -> bool:
+        """Whether the connection ends with what is sent now: then nobody gets it."""
+        if len(data) > KIND_AT and data[KIND_AT] == self.doomed_kind:
+            return True
+        if not self.fuse:
+            return False
+        self.fuse -= 1
+        return not self.fuse
 
     def take(self, item: tuple[memoryview, list[File]]) -> None:
         """Bytes have arrived."""
@@ -183,9 +195,9 @@ class Net:
         """Nothing breaks any more."""
         self.slow_us = 0
         for stream in self.streams:
-            stream.fuse = 0
-            if stream.peer is not None:
-                stream.peer.fuse = 0
+            for end in (stream, stream.peer):
+                if end is not None:
+                    end.fuse, end.doomed_kind = 0, -1
 
     def drop(self, files: Sequence[File]) -> None:
         """Descriptors that nobody took."""

@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 from kvtide.core.keys import salt_digest
+from kvtide.core.messages import Message
 from kvtide.core.tiering import WritePolicy
 from kvtide.testing.simulate.blocks import Adapter, ToyRequest
 from kvtide.testing.simulate.edges import installed, stand_ins
@@ -42,6 +43,7 @@ from kvtide.units import KiB
 SALTS = (None, None, None, "a", None, "b")
 ADAPTERS = (None, None, None, None, Adapter(1, "/adapters/one"), Adapter(2, "/adapters/two"))
 FAMILIES = 4
+KINDS = len(get_args(Message))
 BOOT_US_MAX = 150_000
 STALLS_US = (20_000, 400_000, 3_000_000, 6_000_000)
 CALM_S_MAX = 20.0
@@ -286,15 +288,19 @@ class World:
     # ---- faults
 
     def _cut(self, which: int, sends: int, end: int, *_: int) -> None:
-        """Now, or with what one of its ends sends next."""
+        """Now, with what one of its ends sends soon, or with its next message of some kind."""
         streams = list(self.net.streams)
         if not streams:
             return
         stream = streams[which % len(streams)]
-        if sends % 3 == 0 or stream.peer is None:
-            stream.lose()
-        else:
-            (stream if end % 2 else stream.peer).fuse = 1 + sends // 3 % 12
+        one = stream.peer if stream.peer is not None and end % 2 else stream
+        match sends % 3:
+            case 0:
+                stream.lose()
+            case 1:
+                one.fuse = 1 + sends // 3 % 12
+            case 2:
+                one.doomed_kind = sends // 3 % KINDS
 
     def _process(self, which: int) -> Process | None:
         living = [process for process in self.pids.values() if process.is_alive]
