@@ -298,11 +298,9 @@ class Batches:
         count = 0 if external else min(request.num_tokens - computed, left)
         assert external or count > 0, (external, count)
         needed = -(-(computed + count) // size) - len(local) - len(request.blocks)
-        needed += self.blocks.unowned(local)
-        while needed > self.blocks.free_count:
+        while needed + self.blocks.unowned(local) > self.blocks.free_count:
             if self.running or not self._take_from_waiting(step, request):
                 return None
-        needed -= self.blocks.unowned(local)
         self.blocks.own(local)
         request.local_blocks = len(local)
         request.blocks = request.blocks + local + self.blocks.take(max(0, needed))
