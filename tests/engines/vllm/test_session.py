@@ -174,6 +174,31 @@ def test_salts_are_cleared_as_soon_as_there_is_a_connection(
     assert sent[1:] == [m.Clear(bytes(32), b"two")]
 
 
+def test_a_clear_is_said_again_where_its_connection_ends_before_the_answer(
+    session: EngineSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was on its way when a node died, say; what is wrong lies on that node's disk."""
+    sent: list[m.Message] = []
+
+    def send(message: m.Message) -> bool:
+        sent.append(message)
+        return True
+
+    monkeypatch.setattr(session._link, "send", send)
+    session._claimed = bytes(32)
+    session.on_up(WELCOME)
+    session.clear({b"one", b"two"})
+    first, second = sent
+    session.on_message(first, [])
+    session.on_down(node_is_dead=True)
+    session.on_up(WELCOME)
+    assert sent[2:] == [second]
+    session.on_message(second, [])
+    session.on_down(node_is_dead=False)
+    session.on_up(WELCOME)
+    assert len(sent) == 3
+
+
 def test_a_start_that_fails_leaves_no_thread_that_reads(
     session: EngineSession, model: Path, held: HeldReads, monkeypatch: pytest.MonkeyPatch
 ) -> None:

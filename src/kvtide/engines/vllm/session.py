@@ -12,7 +12,7 @@ Ownership
     answers               whoever reads them appends, the scheduler's takes, under `_arrived`
     counters to send      the scheduler's thread adds (`count`), the link's takes, under `_arrived`
     grants to return      either thread, under `_arrived`
-    salts to be cleared   any thread, under `_arrived`
+    what is to be cleared any thread, under `_arrived`
 """
 
 import contextlib
@@ -105,7 +105,8 @@ class EngineSession:
         self._abandoned: set[int] = set()
         self._returned: list[int] = []
         self._returned_last: deque[int] = deque(maxlen=RETURNS_MAX)
-        self._uncleared: set[bytes] = set()
+        self._uncleared: dict[m.Clear, None] = {}
+        self._clearing: deque[m.Clear] = deque()  # said on this connection, not answered
         self._counts: dict[str, int] = {}
         self._facts: m.Workers | None = None
         self._welcome: m.Welcome | None = None
@@ -209,16 +210,18 @@ class EngineSession:
 
     def clear(self, salts: set[bytes]) -> None:
         """What was stored for these salts (digests) may be wrong: nobody shall find it. Any thread
-        may call this; it is said at once, or as soon as there is a connection."""
+        may call this; it is said at once, or as soon as there is a connection, and on each new one
+        until the node has answered: what is on its way is lost with a connection."""
         with self._arrived:
-            self._uncleared |= salts
+            self._uncleared |= {m.Clear(self._claimed, salt): None for salt in sorted(salts)}
         self._send_clears()
 
     def _send_clears(self) -> None:
         with self._arrived:
-            for salt in list(self._uncleared):
-                if self._link.send(m.Clear(self._claimed, salt)):
-                    self._uncleared.remove(salt)
+            for clear in list(self._uncleared):
+                if self._link.send(clear):
+                    del self._uncleared[clear]
+                    self._clearing.append(clear)
 
     def note_silence(self) -> None:
         """A question was not answered in time."""
@@ -266,6 +269,8 @@ class EngineSession:
         with self._arrived:
             self._returned += self._returned_last
             self._returned_last.clear()
+            self._uncleared = dict.fromkeys([*self._clearing, *self._uncleared])
+            self._clearing.clear()
         self._send_returned()
         self._send_clears()
         self._warn_of_settings(welcome)
@@ -288,6 +293,9 @@ class EngineSession:
         match message:
             case m.Match() | m.Pending() | m.StoreAnswer():
                 self._answered(message)
+            case m.Clear():
+                with self._arrived, contextlib.suppress(ValueError):  # said twice, once done
+                    self._clearing.remove(message)
             case m.Workers():
                 self._facts = message
                 self._said_digests = None
