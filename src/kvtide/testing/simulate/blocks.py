@@ -67,13 +67,19 @@ class ToyRequest:
         self.local_blocks = 0
         """Of these, what the engine's own cache had when it was admitted."""
         self.was_scheduled = False
-        self.since_us = 0
         self.external_tokens = 0
+        self.is_doubtful = False
+        """It may go by the name of an adapter that is not there any more."""
 
     @property
     def num_tokens(self) -> int:
         """Known tokens: the prompt's and those that were generated."""
         return len(self.all_token_ids)
+
+    @property
+    def adapter_path(self) -> str:
+        """Where its adapter lies; empty where it has none."""
+        return self.lora_request.lora_path if self.lora_request else ""
 
     @property
     def has_old_bytes(self) -> bool:
@@ -97,6 +103,7 @@ class Blocks:
 
     def __init__(self, block_count: int, block_tokens: int, *, is_cached: bool) -> None:
         self.block_tokens = block_tokens
+        self.block_count = block_count
         self._is_cached = is_cached
         self._free: OrderedDict[int, None] = OrderedDict((n, None) for n in range(block_count))
         self._owners = [0] * block_count
@@ -155,9 +162,7 @@ class Blocks:
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in taken:
             self._owners[block] = 1
-            name = self._names.pop(block, None)
-            if name is not None:
-                del self._by_name[name]
+        self.evict(taken)
         return taken
 
     def let_go(self, blocks: Sequence[int]) -> None:
@@ -168,7 +173,13 @@ class Blocks:
             if not self._owners[block]:
                 self._free[block] = None
 
+    def evict(self, blocks: Iterable[int]) -> None:
+        """What these hold is not found any more; whoever has them keeps them."""
+        for block in blocks:
+            name = self._names.pop(block, None)
+            if name is not None:
+                del self._by_name[name]
+
     def forget(self) -> None:
         """Nothing that is cached is found any more."""
-        self._names.clear()
-        self._by_name.clear()
+        self.evict(range(self.block_count))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from kvtide.engines.vllm import lookups, scheduler, session, worker
+from kvtide.engines.vllm import adapter_numbers, lookups, scheduler, session, worker
 from kvtide.errors import WireError
 from kvtide.memory import mapped
 from kvtide.node import runtime, supervise, tiers
@@ -22,11 +22,12 @@ from kvtide.testing.simulate.kernel import Kernel
 from kvtide.tiers.remote import census
 from kvtide.tiers.remote import tier as remote_tier
 from kvtide.tiers.remote import workers as remote_workers
-from kvtide.wire import frames, link, server
+from kvtide.wire import channel, frames, link, server
 
 MODULES: dict[ModuleType, tuple[str, ...]] = {
     frames: ("os", "socket"),
     link: ("os", "select", "socket", "threading", "time", "leave_binding", "logger"),
+    channel: ("os", "select", "threading", "time", "logger"),
     server: ("asyncio", "os", "socket"),
     runtime: ("asyncio", "os", "NodeMemory", "pidfd_fault", "logger"),
     tiers: ("time", "logger"),
@@ -34,6 +35,7 @@ MODULES: dict[ModuleType, tuple[str, ...]] = {
     session: ("os", "secrets", "threading", "time", "NodeStarter", "logger"),
     scheduler: ("secrets", "time", "logger"),
     lookups: ("time",),
+    adapter_numbers: ("time",),
     worker: (
         "os",
         "queue",

@@ -24,14 +24,16 @@ from kvtide.engines.vllm.scheduler import SchedulerSide
 from kvtide.engines.vllm.session import EngineIdentity, EngineSession
 from kvtide.engines.vllm.weights import Hashing, Known
 from kvtide.engines.vllm.worker import WorkerSide
+from kvtide.testing.simulate.adapters import ToyAdapters
 from kvtide.testing.simulate.blocks import Blocks, ToyRequest
 from kvtide.testing.simulate.engine_batches import Batches, Step, Work
 from kvtide.testing.simulate.kernel import Kernel, Process
 from kvtide.testing.simulate.memory import SimMover
+from kvtide.testing.simulate.prompts import VOCABULARY, kv_number
 from kvtide.testing.simulate.waiting import Condition, SimpleQueue, SimThread
 from kvtide.testing.toy_engine import TOKEN_KV_BYTES, PagedMemory, next_token
 
-VOCABULARY = 97
+
 BLOCK_TOKENS = 4
 CHUNK_TOKENS = 16
 IDLE_S = 0.01
@@ -88,25 +90,6 @@ class ToyWeights:
         """Nothing to close."""
 
 
-class ToyAdapters:
-    """As `AdapterDigests`: a path stands for its content, once that was read."""
-
-    def __init__(self) -> None:
-        self._asked: set[str] = set()
-
-    def digest(self, path: str) -> bytes | None:
-        if path in self._asked:
-            return path.encode().rjust(32)
-        self._asked.add(path)
-        return None
-
-    def is_unchanged(self, path: str) -> bool:
-        return True
-
-    def close(self, timeout_s: float) -> None:
-        """Nothing to close."""
-
-
 @dataclass(slots=True)
 class Run:
     """One step on its way through the ranks."""
@@ -151,6 +134,7 @@ class Rank:
             self.rank % shape.replicas == 0,
             self.mover,
         )
+        self.side.start()
         while (run := self.work.get()) is not None:
             self._execute(self.side, run)
         self.side.close(1.0)
@@ -225,6 +209,7 @@ class Engine:
         self.home = home
         self.weights = shape.weights
         """What it computes with now: a trainer may have changed them."""
+        self.adapters = ToyAdapters(self.kernel, world.adapters)
         self.slow: set[str] = set()
         """Processes that take longer."""
         self.process = self.make_process(f"{name}.scheduler")
@@ -300,6 +285,49 @@ class Engine:
         self.is_closing = True
         self.wish.notify_all()
 
+    def replace_weights(self) -> None:
+        """A trainer gives it others, and resets its caches."""
+
+        def replace(batches: Batches) -> None:
+            self.weights += 1000
+            self._begin_again(batches, lambda request: True)
+            batches.reset_cache()
+
+        self.ask(replace)
+
+    def replace_adapter(self, path: str) -> None:
+        """Other files are there: it loads them, and notices later."""
+        self.adapters.told(path)
+
+        def replace(batches: Batches) -> None:
+            self.adapters.reload(path)
+            self._begin_again(batches, lambda request: request.adapter_path == path)
+            self.thread(self.process, functools.partial(self.adapters.look, path))
+
+        self.ask(replace)
+
+    def owes_no_clear(self, path: str) -> bool:
+        """Whether nodes have cleared what it stored while this adapter had a wrong name."""
+        session = self.session
+        is_cleared = session is None or not (session._uncleared or session._clearing)
+        return self.adapters.has_noticed(path) and is_cleared
+
+    def compute_with(self, request: ToyRequest) -> None:
+        """The weights and the adapter that there are now, whatever is being loaded for it."""
+        path, adapter = request.adapter_path, request.lora_request
+        version = self.adapters.version(path)
+        request.weights = kv_number(self.weights, adapter, version, request.cache_salt)
+        request.is_doubtful = self.adapters.is_behind(path)
+
+    def _begin_again(self, batches: Batches, is_meant: Callable[[ToyRequest], bool]) -> None:
+        """Requests that have computed with what there was end here."""
+        for request in filter(is_meant, list(batches.requests.values())):
+            if request.was_scheduled or request.has_old_bytes:
+                batches.finish(request)
+                self.world.request_ended(self, request)
+            else:
+                self.compute_with(request)
+
     # ---- the scheduler's main thread
 
     def _main(self) -> None:
@@ -308,7 +336,8 @@ class Engine:
         clock = self.world.clock
         self.session = EngineSession(identity, config, self.places, clock)
         self.session.start()
-        adapters: Any = ToyAdapters()
+        self.adapters.clear = self.session.clear
+        adapters: Any = self.adapters
         side = SchedulerSide(identity, config.engine, self.session, adapters, clock)
         shape = self.shape
         self.batches = Batches(
@@ -400,6 +429,3 @@ class Engine:
                 tokens[work.request_id] = next_token(shards, VOCABULARY)
         return tokens
 
-    def add(self, request: ToyRequest) -> None:
-        """A request comes."""
-        self.ask(lambda batches: batches.add(request))

@@ -81,7 +81,11 @@ class Batches:
         """Of all requests that were ever scheduled."""
         self._told_late: set[int] = set()
         """Preempted between two steps: the next one tells."""
-        side.bind(SimpleNamespace(get_block_ids=self._block_ids))
+        pool = SimpleNamespace(num_gpu_blocks=blocks.block_count)
+        manager = SimpleNamespace(
+            get_block_ids=self._block_ids, evict_blocks=blocks.evict, block_pool=pool
+        )
+        side.bind(manager)
 
     def _block_ids(self, request_id: int) -> tuple[list[int]]:
         return (list(self.requests[request_id].blocks),)

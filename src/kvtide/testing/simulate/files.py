@@ -5,6 +5,7 @@ File ◄─ a number in the process that opened it, or was sent it;  closed with
 """
 
 import errno
+import math
 import os
 import select
 from collections.abc import Callable, Sequence
@@ -28,6 +29,10 @@ class File:
         """What poll says of it."""
         return 0
 
+    def told(self, wanted: int) -> int:
+        """What of this `poll` says to whoever wants so much; that it is hung up, to everybody."""
+        return self.ready() & (wanted | select.POLLHUP)
+
     def changed(self) -> None:
         """It may be ready now."""
         for watcher in tuple(self.watchers):
@@ -35,6 +40,11 @@ class File:
 
     def closed(self) -> None:
         """No number stands for it any more."""
+
+
+def number_of(what: Any) -> int:
+    """A descriptor, given as such or as what has one."""
+    return what if isinstance(what, int) else int(what.fileno())
 
 
 class Table:
@@ -124,11 +134,11 @@ class PidFile(File):
 def wait_ready(
     kernel: Kernel, files: Sequence[tuple[File, int]], timeout_s: float | None
 ) -> list[int]:
-    """On a thread: wait until one of these is ready as wanted; the indices of those that are."""
+    """On a thread: wait until one of these is ready as wanted, or hung up; which of them are."""
     kernel.edge()
     end_us = None if timeout_s is None else kernel.now_us + int(timeout_s * 1e6)
     while True:
-        found = [i for i, (file, wanted) in enumerate(files) if file.ready() & wanted]
+        found = [i for i, (file, wanted) in enumerate(files) if file.told(wanted)]
         left_s = None if end_us is None else (end_us - kernel.now_us) / 1e6
         if found or (left_s is not None and left_s <= 0):
             return found
@@ -148,23 +158,68 @@ class Poll:
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self._wanted: dict[int, int] = {}
+        self._wanted: dict[int, tuple[File, int]] = {}
 
     def register(self, what: Any, wanted: int) -> None:
-        number = what if isinstance(what, int) else what.fileno()
-        self._wanted[number] = wanted
+        number = number_of(what)
+        self._wanted[number] = (self._table.file(number), wanted)
 
     def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
-        numbers = list(self._wanted)
-        files = [(self._table.file(number), self._wanted[number]) for number in numbers]
-        ready = wait_ready(self._table.kernel, files, timeout_ms / 1000)
-        return [(numbers[i], files[i][0].ready() & files[i][1]) for i in ready]
+        numbers, files = list(self._wanted), list(self._wanted.values())
+        # Never too short, as the real one: whoever is a moment early would come again and again.
+        ready = wait_ready(self._table.kernel, files, math.ceil(timeout_ms) / 1000)
+        return [(numbers[i], files[i][0].told(files[i][1])) for i in ready]
+
+
+class Epoll(File):
+    """As `select.epoll`: what is wanted may change while a thread waits."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self._table = table
+        self._wanted: dict[int, tuple[File, int]] = {}
+        self._number = table.add(self)
+
+    def ready(self) -> int:
+        told = any(file.told(wanted) for file, wanted in self._wanted.values())
+        return select.POLLIN if told else 0
+
+    def changed(self) -> None:
+        if self.ready():
+            super().changed()
+
+    def register(self, what: Any, wanted: int) -> None:
+        number = number_of(what)
+        file = self._table.file(number)
+        file.watchers.append(self.changed)
+        self._wanted[number] = (file, wanted)
+
+    def modify(self, what: Any, wanted: int) -> None:
+        number = number_of(what)
+        self._wanted[number] = (self._wanted[number][0], wanted)
+        self.changed()
+
+    def poll(self, timeout_s: float) -> list[tuple[int, int]]:
+        timeout_s = math.ceil(timeout_s * 1000) / 1000
+        wait_ready(self._table.kernel, [(self, select.POLLIN)], timeout_s)
+        told = [(number, file.told(wanted)) for number, (file, wanted) in self._wanted.items()]
+        return [(number, events) for number, events in told if events]
+
+    def closed(self) -> None:
+        for file, _ in self._wanted.values():
+            file.watchers.remove(self.changed)
+
+    def __enter__(self) -> "Epoll":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._table.close(self._number)
 
 
 def select_of(table: Table) -> SimpleNamespace:
     """What stands for `select`."""
-    names = {name: getattr(select, name) for name in ("POLLIN", "POLLOUT")}
-    return SimpleNamespace(poll=lambda: Poll(table), **names)
+    names = {name: getattr(select, name) for name in ("POLLIN", "POLLOUT", "EPOLLIN", "EPOLLOUT")}
+    return SimpleNamespace(poll=lambda: Poll(table), epoll=lambda: Epoll(table), **names)
 
 
 class Names:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from kvtide.testing.simulate.files import File, Table
+from kvtide.testing.simulate.files import File, Table, number_of
 from kvtide.testing.simulate.kernel import Kernel, Process
 
 
@@ -90,13 +90,13 @@ class SimLoop:
         self._add(what, select.POLLOUT, lambda: self.run(call, *arguments))
 
     def remove_reader(self, what: Any) -> None:
-        self._remove(_number(what), select.POLLIN)
+        self._remove(number_of(what), select.POLLIN)
 
     def remove_writer(self, what: Any) -> None:
-        self._remove(_number(what), select.POLLOUT)
+        self._remove(number_of(what), select.POLLOUT)
 
     def _add(self, what: Any, wanted: int, call: Callable[[], None]) -> None:
-        number = _number(what)
+        number = number_of(what)
         self._remove(number, wanted)
         watch = _Watch(self._table.file(number), wanted, call)
 
@@ -133,10 +133,6 @@ class SimLoop:
     def _look_again(self, place: tuple[int, int], watch: _Watch) -> None:
         if self._watches.get(place, (None,))[0] is watch:
             self._look(place, watch)
-
-
-def _number(what: Any) -> int:
-    return what if isinstance(what, int) else int(what.fileno())
 
 
 class SimFlag:

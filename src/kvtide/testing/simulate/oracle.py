@@ -57,7 +57,10 @@ def _held_by_engine(engine: "Engine") -> dict[str, Any]:
         "answers nobody took": session._answers,
         "answers nobody waits for": session._abandoned,
         "grants to return": session._returned,
-        "blocks owned": len(batches.blocks._owners) - batches.blocks.free_count,
+        "clears to say": session._uncleared,
+        "clears not answered": session._clearing,
+        "messages nobody took": session._link._channel._left,
+        "blocks owned": batches.blocks.block_count - batches.blocks.free_count,
     }
     for rank in engine.ranks:
         worker = rank.side
@@ -108,7 +111,7 @@ def _check_files(world: "World") -> None:
     """Nobody has more open than what it uses."""
     for engine in world.engines:
         for process in engine.processes:
-            if process.is_alive and len(process.files) > 3:  # socket, event, the node's pidfd
+            if process.is_alive and len(process.files) > 4:  # socket, epoll, event, a pidfd
                 kinds = sorted(type(file).__name__ for file in process.files.values())
                 raise world.kernel.broken(f"{process.name} has {kinds} open")
     for node in world.nodes.values():

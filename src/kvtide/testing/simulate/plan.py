@@ -17,6 +17,7 @@ MIX: dict[str, float] = {
     "leave": 0.1,  # an engine ends in order
     "reset": 0.2,  # of an engine's cache
     "weights": 0.1,  # an engine's weights are others from now on
+    "adapter": 0.3,  # the files of one are replaced, and engines notice later
     "clear": 0.3,  # the command, of all or one salt
     "shrink": 0.3,  # the machine has less memory, and then more
     "short": 0.2,  # the machine gives no region for a while

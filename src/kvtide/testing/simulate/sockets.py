@@ -66,6 +66,8 @@ class Stream(File):
 
     def ready(self) -> int:
         found = select.POLLIN if self.arrived or self.is_ended else 0
+        if self.is_ended:
+            found |= select.POLLHUP
         peer = self.peer
         if (
             self.is_over_there
@@ -76,20 +78,20 @@ class Stream(File):
             found |= select.POLLOUT
         return found
 
-    def send(self, data: memoryview, files: list[File]) -> int:
-        """Have bytes arrive at the peer's; how many its buffer takes."""
+    def send(self, frames: Sequence[memoryview], files: list[File]) -> int:
+        """Have bytes arrive at the peer's, of one frame or several; how many its buffer takes."""
         peer = self.peer
         if self.is_cut or self.is_over_there or peer is None:
             raise BrokenPipeError(errno.EPIPE, "the peer has closed it")
         if peer.is_cut:
-            return len(data)  # it has just closed: we do not know yet
+            return sum(map(len, frames))  # it has just closed: we do not know yet
         room = peer.bytes_max - peer.waiting_bytes
         if room <= 0:
             raise BlockingIOError
-        if self._breaks_with(data):
+        if self._breaks_with(frames):
             self.lose()
-            return len(data)
-        sent = data[:room]
+            return sum(map(len, frames))
+        sent = b"".join(frames)[:room]
         self.net.kernel.log_bytes(sent)
         peer.waiting_bytes += len(sent)
         for file in files:
@@ -97,13 +99,13 @@ class Stream(File):
         kernel = self.net.kernel
         # In order: nothing overtakes what was sent before.
         self._free_us = max(self._free_us, kernel.now_us + self.net.delay_us())
-        item = (memoryview(bytes(sent)), files)
+        item = (memoryview(sent), files)
         kernel.at(self._free_us, lambda: peer.take(item))
         return len(sent)
 
-    def _breaks_with(self, data: memoryview) -> bool:
+    def _breaks_with(self, frames: Sequence[memoryview]) -> bool:
         """Whether the connection ends with what is sent now: then nobody gets it."""
-        if len(data) > KIND_AT and data[KIND_AT] == self.doomed_kind:
+        if any(len(one) > KIND_AT and one[KIND_AT] == self.doomed_kind for one in frames):
             return True
         if not self.fuse:
             return False
@@ -162,14 +164,14 @@ class Stream(File):
             kernel = self.net.kernel
             self._free_us = max(self._free_us, kernel.now_us + self.net.delay_us())
             kernel.at(self._free_us, peer.end)
-        self.net.streams.pop(self, None)
+        self.net.forget(self)
 
     def lose(self) -> None:
         """The connection breaks, whatever is on its way: both ends see it now."""
         for one in (self, self.peer):
             if one is not None:
                 one.end()
-        self.net.streams.pop(self, None)
+        self.net.forget(self)
 
     def closed(self) -> None:
         self.cut()
@@ -190,6 +192,12 @@ class Net:
     def delay_us(self) -> int:
         """From a send to its arrival."""
         return 5 + int(self.kernel.draw.expovariate(1 / 25)) + self.slow_us
+
+    def forget(self, stream: Stream) -> None:
+        """Nothing more is carried by it, nor by its peer."""
+        for one in (stream, stream.peer):
+            if one is not None:
+                self.streams.pop(one, None)
 
     def calm(self) -> None:
         """Nothing breaks any more."""
@@ -277,14 +285,17 @@ class SimSocket:
         return self._number
 
     def send(self, data: Any) -> int:
-        return self.send_files(memoryview(data), [])
+        return self.send_files([memoryview(data)], [])
 
-    def send_files(self, data: memoryview, files: list[File]) -> int:
+    def sendmsg(self, frames: Sequence[memoryview]) -> int:
+        return self.send_files(frames, [])
+
+    def send_files(self, frames: Sequence[memoryview], files: list[File]) -> int:
         kernel = self._net.kernel
         while True:
             kernel.edge()
             try:
-                return self._stream.send(data, files)
+                return self._stream.send(frames, files)
             except BlockingIOError:
                 self._wait(select.POLLOUT)
 
@@ -339,7 +350,7 @@ def socket_of(net: Net) -> SimpleNamespace:
 
     def send_fds(sock: SimSocket, buffers: list[Any], numbers: list[int]) -> int:
         (data,) = buffers
-        return sock.send_files(memoryview(data), [table.file(number) for number in numbers])
+        return sock.send_files([memoryview(data)], [table.file(number) for number in numbers])
 
     def made(family: int, kind: int) -> SimSocket:
         assert family == socket.AF_UNIX, kind
