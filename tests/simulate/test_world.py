@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvtide.testing.simulate.acts import Acts
 from kvtide.testing.simulate.main import minimised, shape_of
 from kvtide.testing.simulate.plan import Action
 from kvtide.testing.simulate.world import Outcome, World, WorldShape
@@ -59,10 +60,10 @@ def test_what_fails_is_told_with_no_more_actions_than_it_takes(
 ) -> None:
     """A reset that fails needs no request."""
 
-    def broken(world: World, *numbers: int) -> None:
-        world.kernel.broken("a reset")
+    def broken(acts: Acts, *numbers: int) -> None:
+        acts._kernel.broken("a reset")
 
-    monkeypatch.setattr(World, "_reset", broken)
+    monkeypatch.setattr(Acts, "reset", broken)
     plan = [Action(n * 1_000, "request", (n, n, n, n)) for n in range(20)]
     plan.insert(11, Action(10_500, "reset", (0, 0, 0, 0)))
     left = minimised(1, replace(small(1), span_s=0.1), plan, "SimulationError: a reset")

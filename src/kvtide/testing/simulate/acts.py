@@ -1,12 +1,10 @@
 """What happens in a world: the actions of its plan, carried out on what is there by then."""
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, TypeAlias, get_args
 
-from kvtide.core.keys import salt_digest
 from kvtide.core import messages as m
-from kvtide.testing.simulate.blocks import ToyRequest
+from kvtide.core.keys import salt_digest
 from kvtide.testing.simulate.engine import Engine
 from kvtide.testing.simulate.engine_batches import Batches
 from kvtide.testing.simulate.kernel import Process
@@ -32,8 +30,8 @@ FROM_SCHEDULER = (
 TO_SCHEDULER = (m.Welcome, m.Workers, m.Serving, m.Match, m.Pending, m.StoreAnswer, m.Clear)
 FROM_RANK = (m.Stored, m.RegionOpen, m.RegionLeft)
 TO_RANK = (m.Welcome, m.RegionOffer, m.RegionLeave)
-KINDS = {False: (FROM_SCHEDULER, TO_SCHEDULER), True: (FROM_RANK, TO_RANK)}
-"""What is said to a node, and by it: of a rank or not."""
+Kinds: TypeAlias = tuple[tuple[type, ...], tuple[type, ...]]
+"""Of messages: to a node, and by it."""
 NUMBERS = {kind: number for number, kind in enumerate(get_args(m.Message))}
 STALLS_US = (20_000, 400_000, 3_000_000, 6_000_000)
 
@@ -76,12 +74,21 @@ class Acts:
         engine.ask(abort)
 
     def cut(self, which: int, sends: int, end: int, *_: int) -> None:
+        """A scheduler's connection."""
+        self._cut(".scheduler", (FROM_SCHEDULER, TO_SCHEDULER), which, sends, end)
+
+    def cut_rank(self, which: int, sends: int, end: int, *_: int) -> None:
+        """A rank's connection. What only it loses, and so all that is made good by its hello, is
+        known by worlds that cut others alone."""
+        self._cut(".rank", (FROM_RANK, TO_RANK), which, sends, end)
+
+    def _cut(self, whose: str, kinds: Kinds, which: int, sends: int, end: int) -> None:
         """Now, with what one of its ends sends soon, or with its next message of some kind."""
-        streams = list(self._world.net.streams)
+        streams = [one for one in self._world.net.streams if whose in one.process.name]
         if not streams:
             return
         stream = streams[which % len(streams)]
-        by_node = end % 2 if stream.peer is not None else 0
+        by_node = end % 2
         one = stream.peer if stream.peer is not None and by_node else stream
         match sends % 3:
             case 0:
@@ -89,8 +96,8 @@ class Acts:
             case 1:
                 one.fuse = 1 + sends // 3 % 12
             case 2:
-                kinds = KINDS[".rank" in stream.process.name][by_node]
-                one.doomed_kind = NUMBERS[kinds[sends // 3 % len(kinds)]]
+                kind = kinds[by_node][sends // 3 % len(kinds[by_node])]
+                one.doomed_kind = NUMBERS[kind]
 
     def _process(self, which: int) -> Process | None:
         living = [process for process in self._world.pids.values() if process.is_alive]
@@ -221,4 +228,3 @@ class Acts:
             self._grow(node)
         for engine in self._world.engines:
             engine.slow.clear()
-

@@ -7,12 +7,13 @@ What was stored in between has a wrong name. It must be gone before the old byte
 with them engines that go by their name.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvtide.testing.simulate.kernel import Kernel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvtide.testing.simulate.engine import Engine
 
 LOOK_S_MAX = 0.3

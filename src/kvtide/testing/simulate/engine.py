@@ -33,7 +33,6 @@ from kvtide.testing.simulate.prompts import VOCABULARY, kv_number
 from kvtide.testing.simulate.waiting import Condition, SimpleQueue, SimThread
 from kvtide.testing.toy_engine import TOKEN_KV_BYTES, PagedMemory, next_token
 
-
 BLOCK_TOKENS = 4
 CHUNK_TOKENS = 16
 IDLE_S = 0.01
@@ -428,4 +427,3 @@ class Engine:
             if work.is_last:
                 tokens[work.request_id] = next_token(shards, VOCABULARY)
         return tokens
-

@@ -24,8 +24,11 @@ LATENCY_US_MAX = 60
 DEATH_US_MAX = 8_000
 """From the closing of a dead process's descriptors until its pidfd tells."""
 PID_FIRST = 1_000
+EDGES_A_MOMENT = 500
+"""So many calls of one thread take a moment, in which others go on, as real ones do."""
+MOMENT_S = 50e-6
 EDGES_MAX = 100_000
-"""More calls at one moment than any thread should make."""
+"""More than any thread should make without waiting: of 10 ms, by these numbers."""
 
 
 class Killed(BaseException):
@@ -146,7 +149,8 @@ class Kernel:
         self.yield_ratio = 0.0
         """How often another thread goes first at an edge."""
         self.event_count = 0
-        self._edges_now = 0
+        self._edges = 0
+        """Of whoever goes on without waiting."""
         self.threads: list[Thread] = []
         self.failure: BaseException | None = None
         self.lines: list[str] = []
@@ -195,7 +199,7 @@ class Kernel:
         while self.failure is None and heap and heap[0][0] <= self._limit_us:
             event_us, _, process, call = heapq.heappop(heap)
             if event_us > self.now_us:
-                self.now_us, self._edges_now = event_us, 0
+                self.now_us = event_us
             if process is not None:
                 if not process.is_alive:
                     continue
@@ -204,6 +208,7 @@ class Kernel:
                     continue
             self.event_count += 1
             self.current, self.thread, self.next_thread = process, None, None
+            self._edges = 0
             try:
                 call()
             except Killed:
@@ -268,11 +273,18 @@ class Kernel:
         """On a simulated thread."""
         self.wait(self.waiter(), time_s)
 
+    def _count_edge(self) -> None:
+        self._edges = edges = self._edges + 1
+        if edges > EDGES_MAX:
+            name = self.current.name if self.current else "nobody"
+            raise self.broken(f"{name} goes round and round, and waits for nothing")
+        if edges % EDGES_A_MOMENT == 0 and self.thread is not None:
+            self.sleep(MOMENT_S)
+            self._edges = edges
+
     def edge(self) -> None:
         """Production code calls what is simulated: its process may die here, or stand back."""
-        self._edges_now += 1
-        if self._edges_now > EDGES_MAX:
-            raise self.broken(f"{self.thread or self.current} goes round and round, and no time")
+        self._count_edge()
         process = self.current
         if process is None:
             return

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 MIX: dict[str, float] = {
     "request": 60.0,
     "abort": 8.0,
-    "cut": 1.0,  # a connection breaks, both ends live
+    "cut": 1.0,  # a connection of a scheduler breaks, both ends live
+    "cut_rank": 1.0,
     "stall": 0.5,  # a process stands still, and goes on
     "kill_node": 0.08,
     "kill_engine": 0.15,  # one of its processes, at any edge

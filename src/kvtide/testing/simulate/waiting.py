@@ -25,16 +25,18 @@ class Lock:
         self._is_taken = False
         self._waiters: deque[Waiter] = deque()
 
-    def acquire(self, blocking: bool = True) -> bool:
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """As `threading.Lock`."""
         kernel = self._kernel
         kernel.edge()
+        end_us = kernel.now_us + int(timeout * 1e6)
         while self._is_taken:
-            if not blocking:
+            left_s = None if timeout < 0 else (end_us - kernel.now_us) / 1e6
+            if not blocking or (left_s is not None and left_s <= 0):
                 return False
             waiter = kernel.waiter()
             self._waiters.append(waiter)
-            kernel.wait(waiter, None)
+            kernel.wait(waiter, left_s)
         self._is_taken = True
         return True
 
@@ -228,12 +230,10 @@ def secrets_of(kernel: Kernel) -> SimpleNamespace:
 
 
 class SimClock:
-    """The machine's clock, as parts are handed it; one that jumps ahead, like a machine that was
-    asleep, `skips_us`."""
+    """The machine's clock, as parts are handed it."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self.skips_us = 0
 
     def now_ms(self) -> int:
-        return (self._kernel.now_us + self.skips_us) // 1000
+        return self._kernel.now_us // 1000

@@ -39,6 +39,7 @@ from kvtide.testing.simulate.waiting import (
 )
 from kvtide.units import KiB
 
+BOOT_US_MAX = 150_000
 CALM_S_MAX = 20.0
 """After the last fault: so long, at most, no request ends or gets a token while there are some."""
 IDLE_S = 25.0
@@ -206,7 +207,6 @@ class World:
                 ]
                 raise kernel.broken(f"{otherwise} within {time_s:g} s: {late}")
             kernel.run_until(kernel.now_us + 50_000)
-
 
     def ask_for(
         self,
