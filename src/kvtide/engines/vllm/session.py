@@ -185,7 +185,8 @@ class EngineSession:
         with self._arrived:
             early = [answer for answer, _ in self._answers if answer.number == number]
             self._answers = deque(one for one in self._answers if one[0].number != number)
-            if all(isinstance(answer, m.Pending) for answer in early):
+            may_come = self.session is not None  # else `on_down` has seen to those before
+            if may_come and all(isinstance(answer, m.Pending) for answer in early):
                 self._abandoned.add(number)
         self._link.leave_reading(False)
         for answer in early:
