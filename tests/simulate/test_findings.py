@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvtide.codec import record
 from kvtide.core.leases import Leases
 from kvtide.core.lending import Lending
 from kvtide.engines.vllm import scheduler
@@ -45,16 +44,11 @@ class Edit:
 
 EDITS = (
     Edit(
-        "the generation check",
-        WorkerSide,
-        "_copy_in",
-        "if found != run.generation",
-        "if False",
-        1,
+        "the generation check", WorkerSide, "_copy_in", "if found != run.generation", "if False", 2
     ),
     Edit("the salt", scheduler, "root_key", '_text_bytes(salt or "")', 'b""', 1),
     Edit("the adapter", scheduler, "root_key", ", adapter):", ', b""):', 1),
-    Edit("the epoch", scheduler, "root_key", "(epoch,", '(b"",', 1),
+    Edit("the epoch", scheduler, "root_key", "(epoch,", '(b"",', 4),
     Edit(
         "chunks whose shards are not all there",
         Lending,
@@ -63,64 +57,23 @@ EDITS = (
         "grant.waiting.clear()",
         2,
     ),
-    Edit("copies that failed", Lending, "answered", "if not is_ok:", "if False:", 1),
-    Edit("checksums", record, "require_checksum", "if found != wanted:", "if False:", 1),
-    Edit(
-        "grants that a worker holds",
-        WorkerSide,
-        "hello",
-        "held = sorted(self._held)",
-        "held = []",
-        2,
-    ),
-    Edit(
-        "grants of an old connection",
-        WorkerSide,
-        "_store",
-        "is_ours = self._connection == job.connections[self._facts.shard_index]",
-        "is_ours = True",
-        2,
-    ),
-    Edit(
-        "answers that no connection took",
-        WorkerSide,
-        "_answer",
-        "self._unsent.extend(answers[sent:])",
-        "self._held.difference_update(one.grant for one in answers)",
-        2,
-    ),
+    Edit("copies that failed", Lending, "answered", "if not is_ok:", "if False:", 4),
     Edit(
         "grants lost on their way back",
         EngineSession,
         "on_up",
         "self._returned += self._returned_last",
         "pass",
-        2,
+        1,
         ("cut", "preempt"),
     ),
-    Edit(
-        "clears lost on their way",
-        EngineSession,
-        "on_up",
-        "self._uncleared = dict.fromkeys([*self._clearing, *self._uncleared])",
-        "pass",
-        2,
-    ),
-    Edit("blocks given away", Stores, "_is_intact", "return", "return True or", 1),
+    Edit("blocks given away", Stores, "_is_intact", "return", "return True or", 2),
     Edit(
         "blocks not computed yet",
         SchedulerSide,
         "build_plan",
         "min(end, request.num_tokens)",
         "min(end + 4, request.num_tokens)",
-        1,
-    ),
-    Edit(
-        "the engine's own cache, of an adapter that is gone",
-        Stores,
-        "uncache",
-        "self._manager.evict_blocks(set(block_ids))",
-        "pass",
         1,
     ),
     Edit(
@@ -131,24 +84,11 @@ EDITS = (
         "pass",
         1,
     ),
-    Edit(
-        "loads that a reset has voided",
-        SchedulerSide,
-        "loads_ended",
-        "if load.is_void and",
-        "if False and",
-        2,
-    ),
-    Edit("blocks that failed", WorkerSide, "take_ended", "|= load.failed", "|= set()", 1),
+    Edit("blocks that failed", WorkerSide, "take_ended", "|= load.failed", "|= set()", 2),
     Edit("pins of leases", Leases, "take", "self._lending.pin(lease.entry)", "pass", 1),
     Edit("users of a region", MappedRegions, "_unmap", "mapping.users or", "", 2),
     Edit(
-        "what others read",
-        Channel,
-        "_read_for",
-        "self._left.append((message, own))",
-        "pass",
-        1,
+        "what others read", Channel, "_read_for", "self._left.append((message, own))", "pass", 15
     ),
     Edit("frames in parts", FrameReader, "feed", "< end:", "< end and not self._data.clear():", 1),
     Edit("frames sent in part", Outbox, "flush", "frame[sent:]", "frame", 1),
