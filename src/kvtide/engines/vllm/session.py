@@ -211,8 +211,7 @@ class EngineSession:
 
     def clear(self, salts: set[bytes]) -> None:
         """What was stored for these salts (digests) may be wrong: nobody shall find it. Any thread
-        may call this; it is said at once, or as soon as there is a connection, and on each new one
-        until the node has answered: what is on its way is lost with a connection."""
+        may call this; it is said now, and on each new connection until the node has answered."""
         with self._arrived:
             self._uncleared |= {m.Clear(self._claimed, salt): None for salt in sorted(salts)}
         self._send_clears()
@@ -295,7 +294,7 @@ class EngineSession:
             case m.Match() | m.Pending() | m.StoreAnswer():
                 self._answered(message)
             case m.Clear():
-                with self._arrived, contextlib.suppress(ValueError):  # said twice, once done
+                with self._arrived, contextlib.suppress(ValueError):  # done once, said twice
                     self._clearing.remove(message)
             case m.Workers():
                 self._facts = message
@@ -410,9 +409,8 @@ class EngineSession:
             match weights.poll():
                 case Known(digest):
                     digests.append(digest)
-                case Hashing(done_bytes, total_bytes, eta_s):
-                    progress = _progress(done_bytes, total_bytes, eta_s)
-                    return Off(OffReason.WEIGHTS_HASHING, progress)
+                case Hashing() as hashing:
+                    return Off(OffReason.WEIGHTS_HASHING, str(hashing))
                 case Off() as off:
                     return off
         return tuple(digests)
@@ -493,11 +491,6 @@ def _off_of(reason: str, detail: str) -> Off:
         return Off(OffReason(reason), detail)
     except ValueError:
         return Off(OffReason.WIRE_VERSION, f"the node says {reason}: {detail}")
-
-
-def _progress(done_bytes: int, total_bytes: int, eta_s: float | None) -> str:
-    known = f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)} read"
-    return known if eta_s is None else f"{known}, {eta_s:.0f} s to go"
 
 
 def _shown(value: FieldValue) -> str:
