@@ -138,7 +138,9 @@ def test_what_an_engine_takes_back_is_cleared(world: World) -> None:
     engine.store(prompt(2), salted)
     other.store(prompt(2), theirs)
     grants = engine.offer(prompt(3), root=salted).grants
-    engine.say(m.Clear(engine.fingerprint, salt_digest("salt")))
+    clear = m.Clear(engine.fingerprint, salt_digest("salt"))
+    engine.say(clear)
+    assert engine.last(m.Clear) == clear
     engine.stored(grants)
     for number in (2, 3):
         assert engine.blocks_held(prompt(number), salted) == 0

@@ -147,7 +147,10 @@ class GrantReturn:
 @dataclass(frozen=True, slots=True)
 class Clear:
     """What was stored under this fingerprint and salt may not be what it is called: no entry of
-    them shall be found any more, in no tier. (The salt's digest; empty: requests without one.)"""
+    them shall be found any more, in no tier. (The salt's digest; empty: requests without one.)
+
+    The node says the same back once that is so.
+    """
 
     fingerprint: bytes
     salt_digest: bytes

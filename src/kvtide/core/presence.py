@@ -194,10 +194,12 @@ class Presence:
         self._parts.count(f"off.{reason}", 1)
 
     def clear(self, connection: int, message: m.Clear) -> None:
-        """An engine takes back what it may have stored under a wrong name."""
+        """An engine takes back what it may have stored under a wrong name; it is told once that is
+        so, and says it again on a new connection where it was not."""
         self.instance(connection)
         checks.check_clear(message)
         self._parts.clear(message.salt_digest, message.fingerprint)
+        self._parts.send(connection, message)
 
     def register_root(self, connection: int, message: m.RegisterRoot) -> None:
         """An engine may name this root from now on. Raises WireError where it means another."""

@@ -11,7 +11,7 @@ from kvtide.clock import MonotonicClock
 from kvtide.core import messages as m
 from kvtide.core.reasons import Off, OffReason
 from kvtide.engines.vllm.file_digests import FileDigests
-from kvtide.engines.vllm.session import FAILED_LOADS, EngineIdentity, EngineSession
+from kvtide.engines.vllm.session import FAILED_LOADS, EngineIdentity, EngineSession, Session
 from kvtide.engines.vllm.weights import Known, LocalWeights, WeightsDigest
 from kvtide.wire.places import Places
 from tests.engines.vllm.checkpoints import WAIT_S, HeldReads, a_snapshot, settled
@@ -190,6 +190,44 @@ def test_salts_are_cleared_as_soon_as_there_is_a_connection(
     assert sent == [m.Clear(bytes(32), b"one")]
     session.clear({b"two"})
     assert sent[1:] == [m.Clear(bytes(32), b"two")]
+
+
+def test_a_clear_is_said_again_where_its_connection_ends_before_the_answer(
+    session: EngineSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was on its way when a node died, say; what is wrong lies on that node's disk."""
+    sent: list[m.Message] = []
+
+    def send(message: m.Message) -> bool:
+        sent.append(message)
+        return True
+
+    monkeypatch.setattr(session._link, "send", send)
+    session._claimed = bytes(32)
+    session.on_up(WELCOME)
+    session.clear({b"one", b"two"})
+    first, second = sent
+    session.on_message(first, [])
+    session.on_down(node_is_dead=True)
+    session.on_up(WELCOME)
+    assert sent[2:] == [second]
+    session.on_message(second, [])
+    session.on_down(node_is_dead=False)
+    session.on_up(WELCOME)
+    assert len(sent) == 3
+
+
+def test_what_was_asked_on_a_connection_that_has_ended_is_not_remembered(
+    session: EngineSession,
+) -> None:
+    """The scheduler's thread may give a question up a moment after its connection has ended: the
+    answer never comes, so nothing may wait for it."""
+    session.session = Session(bytes(32))
+    session.abandon(1)
+    assert session._abandoned == {1}
+    session.on_down(node_is_dead=False)
+    session.abandon(2)
+    assert not session._abandoned
 
 
 def test_a_start_that_fails_leaves_no_thread_that_reads(

@@ -12,7 +12,7 @@ Ownership
     answers               whoever reads them appends, the scheduler's takes, under `_arrived`
     counters to send      the scheduler's thread adds (`count`), the link's takes, under `_arrived`
     grants to return      either thread, under `_arrived`
-    salts to be cleared   any thread, under `_arrived`
+    what is to be cleared any thread, under `_arrived`
 """
 
 import contextlib
@@ -105,7 +105,8 @@ class EngineSession:
         self._abandoned: set[int] = set()
         self._returned: list[int] = []
         self._returned_last: deque[int] = deque(maxlen=RETURNS_MAX)
-        self._uncleared: set[bytes] = set()
+        self._uncleared: dict[m.Clear, None] = {}
+        self._clearing: deque[m.Clear] = deque()  # said on this connection, not answered
         self._counts: dict[str, int] = {}
         self._facts: m.Workers | None = None
         self._welcome: m.Welcome | None = None
@@ -189,7 +190,8 @@ class EngineSession:
         with self._arrived:
             early = [answer for answer, _ in self._answers if answer.number == number]
             self._answers = deque(one for one in self._answers if one[0].number != number)
-            if all(isinstance(answer, m.Pending) for answer in early):
+            may_come = self.session is not None  # else `on_down` has seen to those before
+            if may_come and all(isinstance(answer, m.Pending) for answer in early):
                 self._abandoned.add(number)
         self._link.leave_reading(False)
         for answer in early:
@@ -214,16 +216,17 @@ class EngineSession:
 
     def clear(self, salts: set[bytes]) -> None:
         """What was stored for these salts (digests) may be wrong: nobody shall find it. Any thread
-        may call this; it is said at once, or as soon as there is a connection."""
+        may call this; it is said now, and on each new connection until the node has answered."""
         with self._arrived:
-            self._uncleared |= salts
+            self._uncleared |= {m.Clear(self._claimed, salt): None for salt in sorted(salts)}
         self._send_clears()
 
     def _send_clears(self) -> None:
         with self._arrived:
-            for salt in list(self._uncleared):
-                if self._link.send(m.Clear(self._claimed, salt)):
-                    self._uncleared.remove(salt)
+            for clear in list(self._uncleared):
+                if self._link.send(clear):
+                    del self._uncleared[clear]
+                    self._clearing.append(clear)
 
     def note_silence(self) -> None:
         """A question was not answered in time."""
@@ -271,6 +274,8 @@ class EngineSession:
         with self._arrived:
             self._returned += self._returned_last
             self._returned_last.clear()
+            self._uncleared = dict.fromkeys([*self._clearing, *self._uncleared])
+            self._clearing.clear()
         self._send_returned()
         self._send_clears()
         self._warn_of_settings(welcome)
@@ -293,6 +298,9 @@ class EngineSession:
         match message:
             case m.Match() | m.Pending() | m.StoreAnswer():
                 self._answered(message)
+            case m.Clear():
+                with self._arrived, contextlib.suppress(ValueError):  # done once, said twice
+                    self._clearing.remove(message)
             case m.Workers():
                 self._facts = message
                 self._said_digests = None
@@ -401,9 +409,8 @@ class EngineSession:
             match weights.poll():
                 case Known(digest):
                     digests.append(digest)
-                case Hashing(done_bytes, total_bytes, eta_s):
-                    progress = _progress(done_bytes, total_bytes, eta_s)
-                    return Off(OffReason.WEIGHTS_HASHING, progress)
+                case Hashing() as hashing:
+                    return Off(OffReason.WEIGHTS_HASHING, str(hashing))
                 case Off() as off:
                     return off
         return tuple(digests)
@@ -485,11 +492,6 @@ def _off_of(reason: str, detail: str) -> Off:
         return Off(OffReason(reason), detail)
     except ValueError:
         return Off(OffReason.WIRE_VERSION, f"the node says {reason}: {detail}")
-
-
-def _progress(done_bytes: int, total_bytes: int, eta_s: float | None) -> str:
-    known = f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)} read"
-    return known if eta_s is None else f"{known}, {eta_s:.0f} s to go"
 
 
 def _shown(value: FieldValue) -> str:

@@ -54,6 +54,7 @@ from kvtide.engines.vllm.file_digests import (
     lower_priority,
 )
 from kvtide.processors import leave_binding
+from kvtide.units import format_bytes
 
 _PATTERNS: dict[str, tuple[str, ...]] = {
     "hf": ("*.safetensors", "*.bin", "*.pt"),
@@ -102,6 +103,10 @@ class Hashing:
     done_bytes: int
     total_bytes: int
     eta_s: float | None
+
+    def __str__(self) -> str:
+        known = f"{format_bytes(self.done_bytes)} of {format_bytes(self.total_bytes)} read"
+        return known if self.eta_s is None else f"{known}, {self.eta_s:.0f} s to go"
 
 
 State: TypeAlias = Known | Hashing | Off
