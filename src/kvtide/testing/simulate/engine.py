@@ -67,7 +67,9 @@ class EngineShape:
 
 
 class ToyWeights:
-    """As `WeightsDigest`: known after a while."""
+    """As `WeightsDigest`: known after a while, and read by then."""
+
+    is_verified = True
 
     def __init__(self, kernel: Kernel, weights: int, hashing_s: float) -> None:
         self._kernel = kernel
