@@ -79,9 +79,9 @@ def test_a_region_on_its_way_out_needs_ticks(engine: Engine) -> None:
 def test_what_was_cleared_needs_ticks_until_it_is_gone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.store(prompt(*range(8)))
-    monkeypatch.setattr("kvtide.core.lending.CLEARED_STEPS_MAX", 8)
-    assert engine.world.clear(None) == 8
+    engine.store(prompt(*range(4)))
+    monkeypatch.setattr("kvtide.core.lending.CLEARED_STEPS_MAX", 2)
+    assert engine.world.clear(None) == 4
     assert is_waiting(engine)
     while engine.world.machine.index.entries:
         engine.world.tick()

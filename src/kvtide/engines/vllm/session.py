@@ -90,9 +90,7 @@ class EngineIdentity:
 class EngineSession:
     """Keeps an engine known to the node."""
 
-    def __init__(
-        self, identity: EngineIdentity, config: Config, places: Places
-    ) -> None:
+    def __init__(self, identity: EngineIdentity, config: Config, places: Places) -> None:
         self._identity = identity
         self._config = config
         self._places = places

@@ -1,6 +1,5 @@
 """What is said of a lookup's question, in which order. The node is a stub."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,7 @@ class Scene:
     def __init__(self) -> None:
         self.said: list[m.Message] = []
         self.takes_roots = True
-        self.take_in: Callable[[], None] = lambda: None
+        self.take_in: Any = lambda: None
         self.now_ms = 0
         numbers = iter(range(1, 10))
         link: Any = SimpleNamespace(is_usable=True, ask=self._send, send=self._send)
