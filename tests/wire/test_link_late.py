@@ -15,6 +15,7 @@ import pytest
 
 from kvtide.core import messages as m
 from kvtide.testing.node_process import NodeProcess
+from kvtide.wire import breaker
 from kvtide.wire import link as link_module
 from kvtide.wire.frames import RECEIVE_BYTES, encode
 from kvtide.wire.link import Link
@@ -267,6 +268,7 @@ def test_nonsense_that_a_reader_meets_ends_the_connection_at_once(
     runtime_dir: Path, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the link's thread sleeps, and the kernel has nothing more to wake it for."""
+    monkeypatch.setattr(breaker, "HEARTBEAT_S", 3600.0)
     with standing(Places(runtime_dir), make_link) as (owner, link, sock):
         last_pulse(owner, monkeypatch)
         link.leave_reading(True)
