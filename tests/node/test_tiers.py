@@ -404,3 +404,52 @@ def test_what_a_tier_may_not_say_costs_that_tier(said: Done, why: str) -> None:
         fx.TierFound(1, [], may_go_on=False),
         fx.TierStored(1, StoreOutcome.STORED, is_ok=True),
     ]
+
+
+# ---- at rest
+
+
+def test_time_is_told_where_somebody_waits_for_it(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else once a pulse: an engine that has no hits is not disturbed. A tier knows the time before
+    its first job all the same."""
+    is_waiting = False
+    stub = Stub()
+    ticks: list[fx.Event] = []
+
+    async def live() -> None:
+        nonlocal is_waiting
+        places = Places(runtime_dir)
+        node = runtime.Runtime(fresh_machine(), MonotonicClock(), places, [], tiers=[stub])
+        handle = node.machine.handle
+
+        def noted(event: fx.Event, now_ms: int) -> list[fx.Effect]:
+            ticks.extend([event] if isinstance(event, fx.Tick) else [])
+            return handle(event, now_ms)
+
+        monkeypatch.setattr(node.machine, "handle", noted)
+        monkeypatch.setattr(node.machine, "is_waiting", lambda _: is_waiting)
+        monkeypatch.setattr(runtime, "TICK_S", 0.001)
+        monkeypatch.setattr(runtime, "PULSE_S", 0.02)
+        node.listen()
+        while node._pulses < 5:
+            await asyncio.sleep(0)
+        assert len(ticks) == 5
+        monkeypatch.setattr(runtime, "PULSE_S", 3600.0)
+        while node._pulses < 6:  # the last one
+            await asyncio.sleep(0)
+        stub.calls.clear()
+        is_waiting = True
+        node._carry_out([ASK])
+        assert stub.calls[0] == "tick"
+        assert "lookup" in stub.calls
+        while len(ticks) < 20:
+            await asyncio.sleep(0)
+        is_waiting = False
+        while node._is_ticking:
+            await asyncio.sleep(0)
+        node.stop("a test", on_purpose=False)
+        await node.run()
+
+    asyncio.run(live())

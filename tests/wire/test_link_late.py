@@ -15,8 +15,9 @@ import pytest
 
 from kvtide.core import messages as m
 from kvtide.testing.node_process import NodeProcess
+from kvtide.wire import breaker
 from kvtide.wire import link as link_module
-from kvtide.wire.frames import encode
+from kvtide.wire.frames import RECEIVE_BYTES, encode
 from kvtide.wire.link import Link
 from kvtide.wire.places import Places
 from tests.wire.link_owner import WAIT_S_MAX, MakeLink, Owner, wait_until
@@ -84,6 +85,12 @@ class Scene(NamedTuple):
     sock: socket.socket
 
 
+def welcome(sock: socket.socket, pidfd: int) -> None:
+    """Take a connection, as the node of this pidfd, which is closed."""
+    socket.send_fds(sock, [encode(m.Welcome(1, b"node", os.getpid(), 1), 1)], [pidfd])
+    os.close(pidfd)
+
+
 @contextmanager
 def standing(places: Places, make_link: MakeLink, node_pidfd: int = -1) -> Iterator[Scene]:
     """Inside, the link's thread stands still, unless it is told to go on.
@@ -97,9 +104,7 @@ def standing(places: Places, make_link: MakeLink, node_pidfd: int = -1) -> Itera
         link = make_link(owner, places)
         sock, _ = listener.accept()
     with sock:
-        pidfd = node_pidfd if node_pidfd >= 0 else os.pidfd_open(os.getpid())
-        socket.send_fds(sock, [encode(m.Welcome(1, b"node", os.getpid(), 1), 1)], [pidfd])
-        os.close(pidfd)
+        welcome(sock, node_pidfd if node_pidfd >= 0 else os.pidfd_open(os.getpid()))
         owner.wait("pulse")
         try:
             yield Scene(owner, link, sock)
@@ -151,6 +156,13 @@ def test_end_of_a_connection_that_a_reader_meets_is_left_to_the_links_thread(
     assert not taker.has(2)
 
 
+def last_pulse(owner: Standing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the link's thread go on, and not look around by itself any more."""
+    monkeypatch.setattr(link_module, "HEARTBEAT_S", 3600.0)
+    owner.may_go_on.set()
+    owner.wait("pulse", 2)
+
+
 def test_who_reads_answers_itself_does_not_wake_the_links_thread(
     runtime_dir: Path, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,9 +170,7 @@ def test_who_reads_answers_itself_does_not_wake_the_links_thread(
     match = m.Match(1, 0, 0, [], 0)
     with standing(Places(runtime_dir), make_link) as (owner, link, sock):
         taker = Taker(link, m.Match)
-        monkeypatch.setattr(link_module, "HEARTBEAT_S", 3600.0)
-        owner.may_go_on.set()
-        owner.wait("pulse", 2)  # the last one
+        last_pulse(owner, monkeypatch)
         link.leave_reading(True)
         for number in range(1, 20):
             sock.sendall(encode(match))
@@ -206,7 +216,7 @@ def test_an_answer_is_waited_for_by_whoever_needs_it(
         node = threading.Thread(target=say)
         node.start()
         began_s = time.monotonic()
-        assert link.read_now(take, wait_s)
+        link.read_now(take, wait_s)
         took_s = time.monotonic() - began_s
         node.join()
         assert took_s < WAIT_S_MAX / 2
@@ -242,3 +252,107 @@ def test_many_messages_go_out_in_one_piece(runtime_dir: Path, make_link: MakeLin
         assert sock.recv(1 << 20) == b"".join(map(encode, answers))
         large = [m.Command("x" * (3 << 20)) for _ in range(8)]
         assert 0 < link.send_all(large) < 8
+
+
+def test_all_that_has_come_is_read(runtime_dir: Path, make_link: MakeLink) -> None:
+    """However much it is: the link's thread leaves all of it to whoever reads."""
+    match = m.Match(1, 0, 0, [m.Run(1, 0, 4, 5)] * 100, 0)
+    count = 2 * RECEIVE_BYTES // len(encode(match))
+    with standing(Places(runtime_dir), make_link) as (_, link, sock):
+        taker = Taker(link, m.Match)
+        sock.sendall(encode(match) * count)
+        assert taker.has(count)
+
+
+def test_nonsense_that_a_reader_meets_ends_the_connection_at_once(
+    runtime_dir: Path, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the link's thread sleeps, and the kernel has nothing more to wake it for."""
+    monkeypatch.setattr(breaker, "HEARTBEAT_S", 3600.0)
+    with standing(Places(runtime_dir), make_link) as (owner, link, sock):
+        last_pulse(owner, monkeypatch)
+        link.leave_reading(True)
+        sock.sendall(b"\xff" * 100)
+        taker = Taker(link, m.Match)
+        wait_until(lambda: taker.has(1) or bool(owner.of("down")), "it is not ended")
+
+
+def test_words_of_a_dead_node_that_another_thread_has_read_are_handed_over(
+    runtime_dir: Path, make_link: MakeLink
+) -> None:
+    """It reads them just before the link's thread hears of the death."""
+    with subprocess.Popen(["sleep", "60"]) as node:
+        pidfd = os.pidfd_open(node.pid)
+        with standing(Places(runtime_dir), make_link, pidfd) as (owner, link, sock):
+            channel, sleep = link._channel, link._channel.watch
+
+            def read_and_die() -> None:
+                """As the link's thread is about to sleep."""
+                channel.watch = sleep  # type: ignore[method-assign]
+                sock.sendall(encode(m.Serving()))
+                assert not Taker(link, m.Match).has(1)
+                node.kill()
+                node.wait()
+                channel.clear_wake()  # it has looked around already, or will be late
+                sleep()
+
+            channel.watch = read_and_die  # type: ignore[method-assign]
+            owner.may_go_on.set()
+            assert owner.wait("down") == [True]
+            assert owner.of("message") == [m.Serving()]
+
+
+def test_a_reader_waits_for_the_links_thread_that_is_reading(
+    runtime_dir: Path, make_link: MakeLink
+) -> None:
+    """What that hands over may be the answer; and if it is not, there is time left to read."""
+    with standing(Places(runtime_dir), make_link) as (owner, link, sock):
+        is_reading, may_end = threading.Event(), threading.Event()
+
+        def on_message(message: m.Message, descriptors: list[int]) -> None:
+            is_reading.set()
+            assert may_end.wait(WAIT_S_MAX)
+            Owner.on_message(owner, message, descriptors)
+
+        owner.on_message = on_message  # type: ignore[method-assign]
+        owner.may_go_on.set()
+        sock.sendall(encode(m.Serving()))
+        assert is_reading.wait(WAIT_S_MAX)
+        link.read_now(lambda _: False, 0.01)
+        assert not owner.of("message"), "it was let finish"
+        threading.Timer(0.05, may_end.set).start()
+        link.read_now(lambda _: False, WAIT_S_MAX)
+        assert owner.of("message") == [m.Serving()]
+
+
+def test_a_reader_waits_no_longer_than_it_may(runtime_dir: Path, make_link: MakeLink) -> None:
+    """The kernel waits whole milliseconds, and rounds up: a step's last tenth is not one."""
+    with standing(Places(runtime_dir), make_link) as (_, link, _):
+        waits_s = []
+        for _ in range(50):
+            began_s = time.monotonic()
+            link.read_now(lambda _: False, 0.0001)
+            waits_s.append(time.monotonic() - began_s)
+        assert min(waits_s) < 0.001
+
+
+def test_reading_that_was_left_while_nobody_was_there_is_taken_up(
+    runtime_dir: Path, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a step that did not know yet: else the new connection's first words lay there."""
+    monkeypatch.setattr(link_module, "HEARTBEAT_S", 3600.0)
+    places, owner = Places(runtime_dir), Owner()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(places.socket))
+        listener.listen()
+        link = make_link(owner, places)
+        for count in (1, 2):
+            sock, _ = listener.accept()
+            with sock:
+                welcome(sock, os.pidfd_open(os.getpid()))
+                owner.wait("up", count)
+                sock.sendall(encode(m.Serving()))
+                owner.wait("message", count, timeout_s=5)
+            owner.wait("down", count)
+            link.leave_reading(True)
+    link.close(5)

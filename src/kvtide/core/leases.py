@@ -60,6 +60,11 @@ class Leases:
         """Bytes that leases, loads and lookups that wait for tiers keep, each counted once."""
         return self._index.leased_bytes
 
+    @property
+    def are_any(self) -> bool:
+        """Whether a match is protected."""
+        return bool(self._leases)
+
     def counts(self, engine_id: str | None = None) -> LeaseCounts:
         """How many leases and load references there are, of all engines or of one."""
         mine = [

@@ -94,7 +94,7 @@ class Lending:
         self.stored_blocks = 0
         self.failed_blocks = 0
         """Blocks whose copy was planned and is not held: it, or one before it, failed."""
-        self._cleared: list[Root | Entry | radix.Fork] = []
+        self.cleared: list[Root | Entry | radix.Fork] = []
         """Cleared and not gone yet; a stack of holders, each below all that is known below it."""
         self.on_settled: Callable[[Entry], None] = _nobody_waits
         """Called when nobody writes an entry's cells any more, however that came."""
@@ -380,13 +380,13 @@ class Lending:
             if root.children and is_meant and fingerprint in (None, root.fingerprint):
                 count += root.entry_count
                 self._index.clear(root)
-                self._cleared.append(root)
+                self.cleared.append(root)
         self.take_cleared_away()
         return count
 
     def take_cleared_away(self) -> None:
         """Go on with what `clear` left, leaves first, in bounded time."""
-        waiting = self._cleared
+        waiting = self.cleared
         for _ in range(CLEARED_STEPS_MAX):
             if not waiting:
                 return

@@ -58,6 +58,11 @@ class Lookups:
         self._count = count
         self._waiting: dict[str, dict[int, Waiting]] = {}
 
+    @property
+    def are_waiting(self) -> bool:
+        """Whether a lookup is pending for regions to open."""
+        return bool(self._waiting)
+
     def ask(self, instance: Instance, lookup: m.Lookup) -> None:
         """Answer; or wait, where part of the match is still being mapped, or lies in a tier."""
         if self._promotions.is_waiting(instance, lookup.number):

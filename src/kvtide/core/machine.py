@@ -37,6 +37,7 @@ from kvtide.core.effects import (
 )
 from kvtide.core.instances import Instance
 from kvtide.core.instances import check_integrity as check_engines
+from kvtide.core.lending import PUT_MS_MAX
 from kvtide.core.parts import MachineConfig, Parts
 from kvtide.core.presence import Presence
 from kvtide.core.reasons import DropReason
@@ -233,6 +234,24 @@ class Machine:
         self.regions.advance()
         self.index.freshen()
         self._end_when_idle()
+
+    def is_waiting(self, now_ms: int) -> bool:
+        """Whether a tick may do something; else one a second is enough.
+
+        So it is where no engine is, which ticks could disturb.
+        """
+        oldest = next(iter(self.lending.grants.values()), None)
+        return (
+            not self.instances
+            or self.leases.are_any
+            or self.lookups.are_waiting
+            or self.promotions.are_waiting
+            or self.regions.are_leaving
+            or bool(self.lending.cleared)
+            or (oldest is not None and now_ms - oldest.since_ms > PUT_MS_MAX // 2)
+            or self.writes.are_waiting
+            or any(one.missing_since_ms is not None for one in self.instances.values())
+        )
 
     def _end_when_idle(self) -> None:
         if self.instances or not self.config.linger_ms:

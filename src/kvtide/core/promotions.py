@@ -123,6 +123,11 @@ class Promotions:
 
     # ---- lookups
 
+    @property
+    def are_waiting(self) -> bool:
+        """Whether a lookup waits for tiers, or they have something to do."""
+        return bool(self._waiting or self._asked or self._loads)
+
     def is_waiting(self, instance: Instance, number: int) -> bool:
         """Whether this lookup waits for tiers already."""
         return Name(instance.engine_id, number) in self._waiting

@@ -118,6 +118,11 @@ class Regions:
                 self._lending.evict(entry, EvictCause.MOVED)
         self._advance(region)
 
+    @property
+    def are_leaving(self) -> bool:
+        """Whether a region is on its way out."""
+        return any(region.is_leaving for region in self._host.regions.values())
+
     def advance(self) -> None:
         """Move every region that is leaving one step on, if it can."""
         for region in [region for region in self._host.regions.values() if region.is_leaving]:

@@ -117,6 +117,13 @@ class Writes:
             _forget_in(write.tier, write.entry, with_ancestors=outcome == DropReason.NOT_ANCHORED)
         self._lending.unpin(write.entry)
 
+    @property
+    def are_waiting(self) -> bool:
+        """Whether a tier writes, or wants what would be evicted next."""
+        return bool(self._running) or any(
+            tier.policy is WritePolicy.ON_EVICTION for tier in self._tiers
+        )
+
     def write_before_eviction(self) -> None:
         """Memory is short: write what would be evicted next, its chain before it."""
         tiers = [n for n, t in enumerate(self._tiers) if t.policy is WritePolicy.ON_EVICTION]

@@ -43,10 +43,12 @@ from kvtide.wire.server import Connection, Server
 logger = logging.getLogger("kvtide.node")
 
 TICK_S = 0.1
-PULSE_TICKS = 10
-"""Every so many ticks: look at memory, at the socket's path."""
-FRESH_TICKS = 3_600 * PULSE_TICKS
-"""Every so many ticks, an hour: files in use are marked as such."""
+"""While something waits for time to pass, it is told of it so often."""
+PULSE_S = 1.0
+"""And in any case: time has passed, look at memory, at the socket's path. No oftener: whatever
+wakes takes a processor from an engine that computes on all of them."""
+FRESH_PULSES = 3_600
+"""Every so many pulses, an hour: files in use are marked as such."""
 STOP_S_MAX = 4.0
 NAME_CHARS_SHOWN = 64
 FIRST_ENGINE_S = 60.0
@@ -82,7 +84,8 @@ class Runtime:
         self._own_pidfd = os.pidfd_open(os.getpid())
         self._loop = asyncio.get_running_loop()
         self._events: deque[fx.Event] = deque()
-        self._ticks = 0
+        self._pulses = 0
+        self._is_ticking = False
         self._path_fd = -1
         self._watch_fault = ""
         self._tiers = Tiers(tiers, self._memory.cells, self._feed)
@@ -98,8 +101,7 @@ class Runtime:
         self._path_fd = os.open(self.socket_path, os.O_PATH | os.O_CLOEXEC)
         with contextlib.suppress(OSError):
             self.places.stopped.unlink(missing_ok=True)
-        self._tiers.tick(self.clock.now_ms())  # before any job: they go by no other clock
-        self._loop.call_later(TICK_S, self._tick)
+        self._pulse()
 
     async def run(self) -> int:
         """Serve until told to end; the process's exit code."""
@@ -140,19 +142,38 @@ class Runtime:
         for number in list(self._processes):
             self._forget_process(number)
 
+    def _begin_ticking(self) -> None:
+        """Something waits for time to pass: from now on it is told of it."""
+        self._is_ticking = True
+        self._loop.call_later(TICK_S, self._tick)
+        self._tiers.tick(self.clock.now_ms())  # before any job: they go by no other clock
+
     def _tick(self) -> None:
+        """Time has passed; the next tick comes soon, if anything waits for it."""
         if self.ended.is_set():
             return
-        self._loop.call_later(TICK_S, self._tick)
-        self._ticks += 1
+        self._is_ticking = True
         self._feed(fx.Tick())
         self._tiers.tick(self.clock.now_ms())
-        if self._ticks % PULSE_TICKS == 0:
-            self._look_at_memory()
-            if self._ticks % FRESH_TICKS == 0:
-                self._keep_fresh()
-            if not self._path_is_ours():
-                self.stop(f"its socket {self.socket_path} is gone", on_purpose=False)
+        self._is_ticking = self._is_waiting()
+        if self._is_ticking:
+            self._loop.call_later(TICK_S, self._tick)
+
+    def _is_waiting(self) -> bool:
+        return self.machine.is_waiting(self.clock.now_ms())
+
+    def _pulse(self) -> None:
+        if self.ended.is_set():
+            return
+        self._loop.call_later(PULSE_S, self._pulse)
+        self._pulses += 1
+        if not self._is_ticking:
+            self._tick()
+        self._look_at_memory()
+        if self._pulses % FRESH_PULSES == 0:
+            self._keep_fresh()
+        if not self._path_is_ours():
+            self.stop(f"its socket {self.socket_path} is gone", on_purpose=False)
 
     def _look_at_memory(self) -> None:
         if self._is_looking:
@@ -294,6 +315,8 @@ class Runtime:
     # ---- out
 
     def _carry_out(self, effects: list[fx.Effect]) -> None:
+        if not self._is_ticking and self._is_waiting():
+            self._begin_ticking()
         for effect in effects:
             match effect:
                 case fx.Send(connection, m.Welcome() as welcome):

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvtide.core.messages import Message
 from kvtide.errors import WireError
-from kvtide.wire.frames import FrameReader, Outbox, encode, receive
+from kvtide.wire.frames import RECEIVE_BYTES, FrameReader, Outbox, encode, receive
 
 logger = logging.getLogger("kvtide.wire")
 
@@ -83,10 +83,10 @@ class Channel:
             taken = 0
             while taken < len(frames) and self._outbox.add(frames[taken], []):
                 taken += 1
-            with contextlib.suppress(OSError):  # the link's thread sees the end of the stream
+            with contextlib.suppress(OSError):  # the link's thread meets the same
                 self._outbox.flush(self._sock)
-                if self._outbox:
-                    self._wake()
+            if self._outbox:
+                self._wake()
         return taken
 
     def leave_reading(self, is_left: bool) -> None:
@@ -96,24 +96,26 @@ class Channel:
                 self._is_left = is_left
                 self._watch()
 
-    def read_now(self, take: Callable[[Message], bool], wait_s: float = 0.0) -> bool:
+    def read_now(self, take: Callable[[Message], bool], wait_s: float = 0.0) -> None:
         """Read what has come, or comes within `wait_s`, until `take` has taken a message.
 
         `take` says of each message whether it was for the caller; the others are left to the
-        link's thread, and so is the end of the connection. False where nothing can be read: there
-        is no connection, or the link's thread is at it just now.
+        link's thread, and so is whatever ends the connection. Where that thread hands over just
+        now, it is waited for instead, and what it handed over may be what the caller wants.
         """
         if not self._reading.acquire(blocking=False):
-            return False
+            if self._reading.acquire(timeout=wait_s):
+                self._reading.release()
+            return
         try:
             if self._sock is None or self._reader is None:
-                return False
-            # The link's thread meets the same fault, and ends the connection.
-            with contextlib.suppress(OSError, WireError):
+                return
+            try:
                 self._read_for(take, self._sock, wait_s)
+            except (OSError, WireError):
+                self.wake()  # its thread meets the same, and ends the connection
             if self._left:
                 self.wake()
-            return True
         finally:
             self._reading.release()
 
@@ -129,24 +131,27 @@ class Channel:
                     is_taken = True
                 else:
                     self._left.append((message, own))
-            left_s = until_s - time.monotonic()
-            if is_taken or left_s <= 0:
+            wait_ms = round((until_s - time.monotonic()) * 1000)  # the kernel would round up
+            if is_taken or wait_ms <= 0:
                 return
             poll = select.poll()  # not `select`, which knows no descriptor above 1023
             poll.register(sock, select.POLLIN)
-            poll.poll(left_s * 1000)
+            poll.poll(wait_ms)
 
     def _arrived(self, sock: socket.socket) -> Iterator[tuple[Message, list[int]]]:
         """Under `_reading`: what the kernel has now. Raises OSError at the end of the stream."""
-        try:
-            data, descriptors = receive(sock)
-        except BlockingIOError:
-            return  # another thread was quicker
-        if not data:
-            raise ConnectionResetError("the node has closed it")
-        self._heard()
         assert self._reader is not None
-        yield from self._reader.feed(data, descriptors)
+        is_more = True
+        while is_more:
+            try:
+                data, descriptors = receive(sock)
+            except BlockingIOError:
+                return  # another thread was quicker
+            if not data:
+                raise ConnectionResetError("the node has closed it")
+            self._heard()
+            is_more = len(data) == RECEIVE_BYTES
+            yield from self._reader.feed(data, descriptors)
 
     def wake(self) -> None:
         """Have the link's thread look around."""
@@ -196,12 +201,12 @@ class Channel:
             with self._reading:
                 self._reader = reader
             with self._lock:
-                self._poll, self._watched = poll, 0
+                self._poll, self._watched, self._is_left = poll, 0, False
             try:
                 yield poll
             finally:
                 with self._lock:
-                    self._poll, self._is_left = None, False
+                    self._poll = None
 
     def watch(self) -> None:
         """Before it sleeps: see what there is to wake for."""

@@ -35,7 +35,6 @@ RECEIVE_BYTES = 1 << 16
 """Taken from the socket at once: whoever sends much waits for the others in between."""
 FRAME_COST_BYTES = 256
 """What a waiting frame takes besides its bytes; else tiny frames would outgrow every bound."""
-
 FRAMES_A_CALL_MAX = 64
 """Given to the kernel at once; it takes up to a thousand."""
 

@@ -139,9 +139,9 @@ class Link:
         """
         self._channel.leave_reading(is_left)
 
-    def read_now(self, take: Callable[[Message], bool], wait_s: float = 0.0) -> bool:
+    def read_now(self, take: Callable[[Message], bool], wait_s: float = 0.0) -> None:
         """Read answers in the caller's thread; see `Channel.read_now`."""
-        return self._channel.read_now(take, wait_s)
+        self._channel.read_now(take, wait_s)
 
     def note_silence(self) -> None:
         """A question was not answered in time."""
@@ -309,13 +309,14 @@ class Link:
                 if channel.wake_fd in ready:
                     channel.clear_wake()
                 if ready.get(sock.fileno(), 0) & select.EPOLLOUT:
-                    with contextlib.suppress(OSError):  # the end of the stream is read
+                    with contextlib.suppress(ConnectionError):  # the end of the stream is read
                         channel.flush()
                 if ready.get(sock.fileno(), 0) & ~select.EPOLLOUT:
                     channel.take_arrived(self._take)
                 elif self._node_pidfd in ready:
-                    if not channel.is_left:
-                        return  # dead, and everything it said has been read
+                    if not channel.is_left:  # dead, and everything it said has been read
+                        channel.take_left(self._take)
+                        return
                     channel.leave_reading(False)
                 if time.monotonic() >= next_ping:
                     next_ping = time.monotonic() + self._ping()

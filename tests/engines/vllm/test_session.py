@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from kvtide import config
-from kvtide.clock import MonotonicClock
 from kvtide.core import messages as m
 from kvtide.core.reasons import Off, OffReason
 from kvtide.engines.vllm.file_digests import FileDigests
@@ -38,7 +37,7 @@ def session(tmp_path: Path) -> EngineSession:
         off=None,
     )
     given = {"KVTIDE_RUNTIME_DIR": str(tmp_path)}
-    return EngineSession(identity, config.read(environ=given), Places(tmp_path), MonotonicClock())
+    return EngineSession(identity, config.read(environ=given), Places(tmp_path))
 
 
 def test_grants_on_their_way_when_the_connection_comes_back_are_returned_again(

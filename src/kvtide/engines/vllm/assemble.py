@@ -56,7 +56,7 @@ def build_scheduler(
         drops_last_block=_drops_last_block(vllm_config),
         off=off,
     )
-    session = EngineSession(identity, config, open_directory(config.runtime_dir), clock)
+    session = EngineSession(identity, config, open_directory(config.runtime_dir))
     adapters = AdapterDigests(digests, process_began_ns(), session.clear)
     if vllm_config.lora_config is not None and adapters_may_change(config.engine):
         logger.warning(

@@ -27,8 +27,9 @@ ANSWER_MS_MAX = T_ANSWER_MS
 PENDING_MS_MAX = T_LOAD_MS
 """T_load: so long a promised answer may take."""
 FRESH_MS_MAX = LEASE_MS * 3 // 4
-"""An older match is asked for again, once: its lease is about to end. A second one is used all the
-same, since steps may be longer than leases; generations tell whether it still holds."""
+"""A match that was asked for longer ago is asked for again, once: its lease may be about to end. A
+second one is used all the same, since steps may be longer than leases; generations tell whether it
+still holds."""
 
 
 class Lookups:
@@ -85,7 +86,8 @@ class Lookups:
             chain.short_digests(chunks, blocks),
         )
         if self._link.ask(lookup):
-            tracker.question = Question(lookup.number, self._clock.now_ms(), time.monotonic())
+            now_ms = self._clock.now_ms()
+            tracker.question = Question(lookup.number, now_ms, now_ms, time.monotonic())
             self._questions[lookup.number] = tracker
 
     def _probe(self, tracker: Tracker, question: Question, match: m.Match) -> bool:
@@ -142,7 +144,7 @@ class Lookups:
             question.is_pending = True
             question.sent_ms, question.is_overdue = self._clock.now_ms(), False
 
-    def matched(self, match: m.Match, arrived_ms: int) -> None:
+    def matched(self, match: m.Match) -> None:
         """An answer; the chunk where it ends may be worth a second question."""
         tracker = self._questions.pop(match.number, None)
         question = tracker.question if tracker is not None else None
@@ -159,13 +161,12 @@ class Lookups:
             return
         else:
             question.match = match
-        question.answered_ms = arrived_ms
 
     def match_of(self, tracker: Tracker) -> m.Match | None:
         """The match in force; where there is none, and no question either, there will be none."""
         question = tracker.question
         if question is not None and question.match is not None:
-            is_fresh = self._clock.now_ms() - question.answered_ms < FRESH_MS_MAX
+            is_fresh = self._clock.now_ms() - question.asked_ms < FRESH_MS_MAX
             if is_fresh or tracker.is_asked_again:
                 return question.match
             tracker.is_asked_again = True
@@ -182,8 +183,12 @@ class Lookups:
         return question.match
 
     def _wait_for(self, question: Question) -> None:
-        """Wait for an answer as long as this step still may."""
-        while question.match is None and not question.is_pending and self._wait_left_s > 0:
+        """Wait for a first word as long as this step still may, unless none can come any more."""
+        while (
+            question.number in self._questions
+            and not question.is_pending
+            and self._wait_left_s > 0
+        ):
             began_s = time.monotonic()
             self._take_in(self._wait_left_s)
             self._wait_left_s -= time.monotonic() - began_s

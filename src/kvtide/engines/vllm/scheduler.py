@@ -194,14 +194,14 @@ class SchedulerSide:
         if self._link.session is not self._session:
             self._session_changed(self._link.session)
         self._void_wrong_loads()
-        for answer, arrived_ms in self._link.take_answers(wait_s):
+        for answer in self._link.take_answers(wait_s):
             match answer:
                 case m.StoreAnswer():
                     self._stores.answered(answer)
                 case m.Pending(number):
                     self._lookups.pending(number)
                 case m.Match():
-                    self._lookups.matched(answer, arrived_ms)
+                    self._lookups.matched(answer)
 
     def _void_wrong_loads(self) -> None:
         """Where our weights are not what they seemed, what is being loaded is not theirs."""
@@ -351,8 +351,7 @@ class SchedulerSide:
         token_count = scheduler_output.total_num_scheduled_tokens
         plan = StepPlan(has_forward=token_count > 0, token_count=token_count)
         self._stores.plan(plan)
-        # Of a lookup that has no answer by now, the time of its arrival counts.
-        self._link.leave_reading(self._stores.is_asking and not self._lookups.is_asking)
+        self._link.leave_reading(self._stores.is_asking or self._lookups.is_asking)
         self._count()
         plan.loads = self.take_new_loads()  # last: what fails before must not lose them
         return plan

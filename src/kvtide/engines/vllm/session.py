@@ -26,7 +26,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import kvtide
-from kvtide.clock import Clock
 from kvtide.config import Config
 from kvtide.core import messages as m
 from kvtide.core.keys import FORMAT_VERSION, FieldValue, encode, fingerprint
@@ -91,17 +90,14 @@ class EngineIdentity:
 class EngineSession:
     """Keeps an engine known to the node."""
 
-    def __init__(
-        self, identity: EngineIdentity, config: Config, places: Places, clock: Clock
-    ) -> None:
-        self._clock = clock
+    def __init__(self, identity: EngineIdentity, config: Config, places: Places) -> None:
         self._identity = identity
         self._config = config
         self._places = places
         self._incarnation = secrets.token_bytes(16)
         self._starter = NodeStarter(config.runtime_dir, config.node_environment)
-        self._arrived = threading.Condition()
-        self._answers: deque[tuple[Answer, int]] = deque()
+        self._arrived = threading.Lock()
+        self._answers: deque[Answer] = deque()
         self._abandoned: set[int] = set()
         self._returned: list[int] = []
         self._returned_last: deque[int] = deque(maxlen=RETURNS_MAX)
@@ -166,18 +162,17 @@ class EngineSession:
         self._answered(message)
         return True
 
-    def take_answers(self, wait_s: float | None) -> list[tuple[Answer, int]]:
-        """What the node has answered, with the time (ms) when it was read.
+    def take_answers(self, wait_s: float | None) -> list[Answer]:
+        """What the node has answered, in order.
 
         Waits at most so long for the first; None takes what has been read before.
         """
-        is_read = wait_s is None or self._answers or self._link.read_now(self._take_answer, wait_s)
+        if wait_s is not None:
+            self._link.read_now(self._take_answer, 0.0 if self._answers else wait_s)
         with self._arrived:
-            if not is_read and not self._answers:  # the link's thread is at it
-                self._arrived.wait(wait_s)
             answers = list(self._answers)
             self._answers.clear()
-            for answer, _ in answers:
+            for answer in answers:
                 if isinstance(answer, m.StoreAnswer):
                     self.last_grant = max(self.last_grant, *answer.grants, 0)
         return answers
@@ -188,8 +183,8 @@ class EngineSession:
         The engine may take no step for a long time, so the link's thread sees to it.
         """
         with self._arrived:
-            early = [answer for answer, _ in self._answers if answer.number == number]
-            self._answers = deque(one for one in self._answers if one[0].number != number)
+            early = [answer for answer in self._answers if answer.number == number]
+            self._answers = deque(one for one in self._answers if one.number != number)
             may_come = self.session is not None  # else `on_down` has seen to those before
             if may_come and all(isinstance(answer, m.Pending) for answer in early):
                 self._abandoned.add(number)
@@ -312,8 +307,7 @@ class EngineSession:
         with self._arrived:
             is_late = answer.number in self._abandoned
             if not is_late:
-                self._answers.append((answer, self._clock.now_ms()))
-                self._arrived.notify_all()
+                self._answers.append(answer)
             elif not isinstance(answer, m.Pending):
                 self._abandoned.discard(answer.number)
         if is_late:
@@ -332,7 +326,6 @@ class EngineSession:
         with self._arrived:
             self._answers.clear()
             self._abandoned.clear()
-            self._arrived.notify_all()
         if node_is_dead:
             self._starter.dead(time.monotonic())
 

@@ -17,17 +17,18 @@ from kvtide.settings import EngineConfig
 class Question:
     """A lookup on its way, or answered. `first` is its answer while a probe asks for the rest.
 
-    It is overdue once a look came too late for it; the look after that gives it up.
+    It is overdue once a look came too late for it; the look after that gives it up. Leases of its
+    answers began after `asked_ms`; when they came nobody knows: maybe they lay there unread.
     """
 
     number: int
+    asked_ms: int
     sent_ms: int
     sent_s: float
     is_pending: bool = False
     is_overdue: bool = False
     first: m.Match | None = None
     match: m.Match | None = None
-    answered_ms: int = 0
 
     @property
     def leases(self) -> list[int]:

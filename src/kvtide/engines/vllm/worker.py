@@ -89,7 +89,7 @@ class WorkerSide:
         self._node = b""
         self._held: set[int] = set()
         self._unsent: list[m.Stored] = []
-        """Answers of held grants that no connection took."""
+        """Answers of held grants that no connection has taken."""
         self._plan = StepPlan()
         self._loads: dict[str, _Load] = {}
         self._ended: queue.SimpleQueue[_Load] = queue.SimpleQueue()
@@ -265,12 +265,16 @@ class WorkerSide:
             self.counters.add("stored_bytes", len(job.block_ids) * self._mover.payload_bytes)
         return not failed
 
-    def _answer(self, answers: Sequence[m.Stored]) -> None:
-        """Say that grants are answered; until that is sent they stay held, for hellos to name."""
+    def _answer(self, answers: Sequence[m.Stored] = ()) -> None:
+        """Say that grants are answered, those before that could not be sent as well.
+
+        Until that is sent they stay held, for hellos to name.
+        """
         with self._lock:
-            sent = self._link.send_all(answers) if self._connection is not None else 0
-            self._held.difference_update(answer.grant for answer in answers[:sent])
-            self._unsent.extend(answers[sent:])
+            self._unsent += answers
+            sent = self._link.send_all(self._unsent) if self._connection is not None else 0
+            self._held.difference_update(answer.grant for answer in self._unsent[:sent])
+            del self._unsent[:sent]
 
     # ---- the link, on its thread
 
@@ -308,11 +312,10 @@ class WorkerSide:
         self._node = welcome.node
         with self._lock:
             self._connection = welcome.connection
-            answers, self._unsent = self._unsent, []
             if is_another:  # a node takes nothing from the grants of one before it
-                self._held.difference_update(answer.grant for answer in answers)
-                return
-        self._answer(answers)
+                self._held.difference_update(answer.grant for answer in self._unsent)
+                self._unsent.clear()
+        self._answer()
 
     def on_message(self, message: m.Message, descriptors: list[int]) -> None:
         """Regions come and go."""
@@ -342,7 +345,8 @@ class WorkerSide:
         """The scheduler role starts nodes."""
 
     def on_pulse(self) -> None:
-        """Nothing to do from time to time."""
+        """Say what there was no room for."""
+        self._answer()
 
     def _region_open(self, number: int) -> None:
         self._link.send(m.RegionOpen(number))

@@ -335,7 +335,7 @@ class Engine:
         config = settings.read(environ={"KVTIDE_RUNTIME_DIR": self.home, "HOME": self.home})
         identity = self._identity()
         clock = self.world.clock
-        self.session = EngineSession(identity, config, self.places, clock)
+        self.session = EngineSession(identity, config, self.places)
         self.session.start()
         self.adapters.clear = self.session.clear
         adapters: Any = self.adapters

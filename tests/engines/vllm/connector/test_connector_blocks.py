@@ -43,7 +43,7 @@ def lookup_is_answered(engine: ToyEngine, request_id: str) -> None:
     tracker = scheduler._trackers[request_id]
 
     def is_answered() -> bool:
-        scheduler._take_in()
+        scheduler._take_in(0.0)
         return tracker.question.match is not None
 
     until("the lookup is answered", is_answered)

@@ -239,3 +239,23 @@ def test_a_grant_that_comes_before_the_workers_welcome_is_answered(
     until("it is welcome", lambda: side._connection not in (None, before))
     until("its grants are answered", toys.node.is_at_rest)
     heals(toys, engine)
+
+
+def test_answers_that_found_no_room_are_sent_later(
+    toys: Toys, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that was stopped goes on, and makes nobody connect anew: its cells come back."""
+    engine = toys.start(OPTIONS)
+    stored(toys, engine, 70)
+    (side,) = workers_of(engine)
+    send_all, connection = side._link.send_all, side._connection
+
+    def without_room(messages: list[m.Message]) -> int:
+        return 0 if messages and isinstance(messages[0], m.Stored) else int(send_all(messages))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(side._link, "send_all", without_room)
+        assert_right(engine.generate(tokens(70)), 1)
+        assert side._unsent
+    until("its grants are answered", toys.node.is_at_rest)
+    assert side._connection == connection

@@ -49,22 +49,6 @@ def test_steps_longer_than_a_lease_do_not_ask_for_ever(
     assert result.external == own_hit(LENGTH, LENGTH)
 
 
-def test_an_answer_is_as_old_as_its_arrival(toys: Toys) -> None:
-    """However long it lay there before a step took it in: its lease has run on."""
-    engine = toys.start(OPTIONS)
-    prompt = stored(toys, engine, LENGTH)
-    scheduler = scheduler_of(engine)
-    clock = scheduler._lookups._clock = scheduler._link._clock = SimpleNamespace(now_ms=lambda: 5)
-    request_id = engine.add(prompt)
-    until("the answer has come", lambda: has_answer(engine))
-    clock.now_ms = lambda: 5000
-    scheduler._take_in()
-    question = scheduler._trackers[request_id].question
-    assert question.match is None or question.answered_ms == 5
-    engine.run()
-    assert engine.results[request_id].external == own_hit(LENGTH, LENGTH)
-
-
 def test_steps_longer_than_t_answer_see_all_answers(
     toys: Toys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
