@@ -139,7 +139,8 @@ KEYS = (
         owner="node",
         accepts="a size such as 2TiB, or `auto`",
         doc="Most bytes that kvtide's files in `disk_path` take, as the file system counts them."
-        " `auto`: 80 % of what is free there when the node starts, what it holds already included."
+        " `auto`: 80 % of what is free there when the node starts, what it holds already included;"
+        " more where there is more later."
         " Needed with `disk_path`.",
         show=values.show_bytes,
     ),

@@ -131,7 +131,8 @@ def test_bytes_that_were_damaged_are_a_miss(new_node: StartNode, disk_path: Path
 def test_a_second_node_on_one_disk_serves_from_memory(
     new_node: StartNode, disk_path: Path, tmp_path: Path, runtime_dir: Path
 ) -> None:
-    """One that an engine started goes without, and says so; the first one's disk is untouched."""
+    """One that an engine started goes without, and says so; the first one's disk is untouched, and
+    is taken in once nobody else has it."""
     first = disk_node(new_node, disk_path)
     other = NodeProcess(
         runtime_dir / "other",
@@ -141,10 +142,14 @@ def test_a_second_node_on_one_disk_serves_from_memory(
     )
     with other:
         assert f"{first.pid}" in other.log()
-        assert "disk" not in other.status()["tiers"]
+        assert "one node may use it" in other.status()["tiers"]["disk"]["state"]
         with FakeEngine(other.places, "two") as engine:
             assert engine.store(TOKENS).written == 3
             assert engine.load(TOKENS) == Loaded(10, 10)
+            first.end()
+            wait_status(other, lambda status: status["tiers"]["disk"]["state"] == "on")
+            engine.keep(make_tokens(64, seed=2))
+            wait_written(other, 1)
 
 
 def test_status_tells_of_the_disk(new_node: StartNode, disk_path: Path) -> None:

@@ -1,7 +1,9 @@
 """A place that opens after its node serves: nothing until then, and all that it has afterwards."""
 
+import itertools
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvtide import config
+from kvtide.errors import ConfigError
 from kvtide.node import build
 from kvtide.node import late as lates
 from kvtide.testing.tier_drive import DrivenTier
@@ -160,13 +163,40 @@ def test_a_node_that_ends_before_leaves_the_place_closed(
 def test_a_place_that_cannot_be_opened_late_says_why(
     tmp_path: Path, may_open: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once; the node goes on without it."""
+    """Once; the node goes on without it, until it can be opened."""
     other = DiskTier(tmp_path / "kv", 64 * MiB, lambda: None)
     tier = late_disk(tmp_path / "kv")
     open_now(tier, may_open)
     assert "one node may use it" in tier.tier.statistics().state
-    tier.pass_time(60_000)
-    assert not tier.is_there(tails(1)[0])
+    for _ in range(5):  # it is tried again each time
+        tier.pass_time(lates.PAUSE_MS_MAX)
+        assert not tier.is_there(tails(1)[0])
     assert caplog.text.count("goes without the tier disk") == 1
-    tier.close(30)
     other.close(30)
+    until_s = time.monotonic() + 30
+    while tier.tier.statistics().state != "on":
+        assert time.monotonic() < until_s, tier.tier.statistics().state
+        tier.pass_time(lates.PAUSE_MS_MAX)
+    tier.keep(tails(1))
+    tier.close(30)
+
+
+def test_a_place_that_cannot_be_opened_is_tried_less_and_less_often() -> None:
+    tries: list[int] = []
+
+    class Failing:
+        def opened(self) -> None:
+            tries.append(now_ms)
+            raise ConfigError("it is not there")
+
+        def take_back(self, timeout_s: float, at_last: Any) -> None:
+            """Nothing to close."""
+
+    now_ms = 0
+    tier = lates.LateTier("one", Failing(), Failing, lambda: None)
+    for now_ms in range(0, 300_000, 100):
+        tier.tick(now_ms)
+        tier.poll()
+    pauses = [after - before for before, after in itertools.pairwise(tries)]
+    assert pauses == [1_000, 2_000, 4_000, 8_000, 16_000, 32_000, *[lates.PAUSE_MS_MAX] * 3]
+    tier.close(1)

@@ -118,7 +118,10 @@ def test_options_of_another_package_are_checked_when_it_is_loaded(tmp_path: Path
     node = read(entry(tmp_path, pth="/x")).node
     with pytest.raises(ConfigError, match=r"type sqlite has no 'pth'; did you mean path"):
         build.open_tiers(node, 1 << 30, build.Way.FOREGROUND, lambda: None)
-    assert build.open_tiers(node, 1 << 30, build.Way.LAUNCHED, lambda: None) == []
+    [opened] = build.open_tiers(node, 1 << 30, build.Way.LAUNCHED, lambda: None)
+    opened.tier.tick(1_000)
+    assert "did you mean path" in opened.tier.statistics().state
+    opened.tier.close(1)
 
 
 @pytest.mark.usefixtures("example")
@@ -150,8 +153,11 @@ def test_a_package_that_cannot_be_used_costs_its_tier(
         with pytest.raises(ConfigError, match=said):
             build.open_tiers(node, 1 << 30, build.Way.FOREGROUND, lambda: None)
         with caplog.at_level(logging.WARNING):
-            assert build.open_tiers(node, 1 << 30, build.Way.LAUNCHED, lambda: None) == []
-        assert "goes without the tier broken" in caplog.text
+            [opened] = build.open_tiers(node, 1 << 30, build.Way.LAUNCHED, lambda: None)
+            opened.tier.tick(1_000)
+        assert "goes without the tier broken until it can be" in caplog.text
+        assert said in opened.tier.statistics().state
+        opened.tier.close(1)
     finally:
         sys.modules.pop("broken_tier", None)
 

@@ -242,8 +242,10 @@ def test_a_disk_that_does_not_answer_does_not_keep_a_node_from_serving(
 
 
 def test_a_fault_at_a_disks_start_costs_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It is tried again now and then; its trace is logged once."""
+
     class Broken:
         def __init__(self, *_: object, **__: object) -> None:
             raise KeyError("a bug")
@@ -251,7 +253,16 @@ def test_a_fault_at_a_disks_start_costs_the_disk(
     monkeypatch.setattr(opening, "DiskTier", Broken)
     given = {"KVTIDE_DISK_PATH": str(tmp_path / "disk"), "KVTIDE_DISK_BYTES_MAX": "1GiB"}
     node = config.read(environ=given).node
-    assert build.open_tiers(node, 1 << 30, build.Way.LAUNCHED, lambda: None) == []
+    woken = threading.Event()
+    [opened] = build.open_tiers(node, 1 << 30, build.Way.LAUNCHED, woken.set)
+    for hour in range(3):
+        woken.clear()
+        opened.tier.tick(hour * 3_600_000)
+        assert hour == 0 or woken.wait(20), "it is not tried again"
+        opened.tier.poll()
+        assert "KeyError('a bug')" in opened.tier.statistics().state
+    assert caplog.text.count("Traceback") == 1
+    opened.tier.close(1)
 
 
 @pytest.mark.parametrize("write", ["through", "on_reuse", "on_eviction"])

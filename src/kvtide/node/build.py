@@ -1,8 +1,8 @@
 """Which tiers the settings ask for, opened, in the order in which they are asked.
 
 An optional part cannot stop the start of a node that an engine waits for: where a place cannot be
-used, the node goes without it and says so. Whoever serves in the foreground is told instead. One
-that takes long to open is taken in when it has (`late.py`).
+used, the node says so and goes without it until it can be. Whoever serves in the foreground is
+told instead. One that takes long to open is taken in when it has (`late.py`).
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvtide.core.lending import QUEUE_RATIO_MAX
 from kvtide.core.tiering import TierPlan, WritePolicy
@@ -61,9 +62,9 @@ def open_tiers(
     with contextlib.ExitStack() as stack:
         openings = [Opening(entry, queue_bytes_max, wake) for entry in config.places]
         stack.callback(_give_up, openings)
-        opened = [_waited_for(opening, config, way, wake) for opening in openings]
+        opened = [_waited_for(opening, config, way) for opening in openings]
         stack.pop_all()
-    return [one for one in opened if one is not None]
+    return opened
 
 
 def _give_up(openings: Sequence["Opening"]) -> None:
@@ -72,30 +73,24 @@ def _give_up(openings: Sequence["Opening"]) -> None:
     close_tiers([tier for tier in tiers if tier is not None])
 
 
-def _waited_for(
-    opening: "Opening", config: NodeConfig, way: Way, wake: Callable[[], None]
-) -> OpenTier | None:
+def _waited_for(opening: "Opening", config: NodeConfig, way: Way) -> OpenTier:
+    tier = None
     try:
-        tier = opening.wait() or _late(opening, wake)
-    except (KVTideError, OSError) as error:
+        tier = opening.wait()
+        if tier is None:
+            logger.warning(
+                "the tier %s has not answered for %g s: is its place well? The node serves without"
+                " it until it has",
+                opening.entry.shown,
+                OPEN_S_MAX,
+            )
+    except (KVTideError, OSError):
         if way is Way.FOREGROUND:
             raise
-        logger.warning("the node goes without the tier %s: %s", opening.entry.name, error)
-        return None
     entry = opening.entry
     logger.info("tier %s", entry.shown)
     plan = TierPlan(entry.name, WritePolicy(entry.write), config.load_policy == "always")
-    return OpenTier(plan, tier)
-
-
-def _late(opening: "Opening", wake: Callable[[], None]) -> Tier:
-    logger.warning(
-        "the tier %s has not answered for %g s: is its place well? The node serves without it"
-        " until it has",
-        opening.entry.shown,
-        OPEN_S_MAX,
-    )
-    return LateTier(opening.entry.name, opening, wake)
+    return OpenTier(plan, opening.late() if tier is None else tier)
 
 
 def _nothing(tier: Tier) -> None:
@@ -110,9 +105,17 @@ class Opening:
     behind; should it come back, it closes what it has opened.
     """
 
-    def __init__(self, entry: TierEntry, queue_bytes_max: int, wake: Callable[[], None]) -> None:
-        """Begin."""
+    def __init__(
+        self,
+        entry: TierEntry,
+        queue_bytes_max: int,
+        wake: Callable[[], None],
+        *,
+        is_again: bool = False,
+    ) -> None:
+        """Begin; with `is_again`, what was a fault before is none worth a word."""
         self.entry = entry
+        self._is_again = is_again
         self._queue_bytes_max = queue_bytes_max
         self._wake = wake
         self._lock = threading.Lock()
@@ -137,6 +140,11 @@ class Opening:
     def _join(self, timeout_s: float) -> None:
         if self._thread.ident is not None:  # it was started
             self._thread.join(max(0.0, timeout_s))
+
+    def late(self) -> Tier:
+        """What stands for the tier until it is open: this opening, then others like it."""
+        again = partial(Opening, self.entry, self._queue_bytes_max, self._wake, is_again=True)
+        return LateTier(self.entry.name, self, again, self._wake)
 
     def opened(self) -> Tier | None:
         """The tier, None while it is not open; what kept it from being opened is raised."""
@@ -165,7 +173,8 @@ class Opening:
         except (KVTideError, OSError) as fault:
             error = fault
         except Exception as fault:
-            logger.exception("a fault in kvtide, or in a tier of another package")
+            if not self._is_again:
+                logger.exception("a fault in kvtide, or in a tier of another package")
             error = ConfigError(f"the tier {self.entry.shown} cannot be opened: {fault!r}")
         with self._lock:
             at_last = self._at_last

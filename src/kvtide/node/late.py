@@ -1,7 +1,9 @@
-"""A place that takes longer to open than a node waits for: it is taken in when it has opened.
+"""A place that is not open when its node starts, for it is slow or cannot be used: it is taken in
+when it has opened.
 
     opening: has nothing, keeps nothing ──opened──► the tier itself, for the rest of its life
-                     └── cannot be opened: stays as it is, and says why
+         ▲        └── cannot be opened: says why
+         └── again, after 1 s, then twice as long each time, up to a minute ──┘
 
 What is cleared meanwhile is not known to the place, so it is cleared as soon as it is open, before
 anybody finds something in it: also where the node ends before, which waits for it as for a store.
@@ -35,6 +37,9 @@ logger = logging.getLogger("kvtide.node")
 CLEARS_MAX = 8
 """Clears that wait for the place; of more, all is cleared: each may hold up the owner's loop."""
 EVERYTHING = (None, None)
+PAUSE_MS = 1_000
+PAUSE_MS_MAX = 60_000
+"""Until a place that could not be opened is tried again: a mount comes, another node ends."""
 
 
 class Coming(Protocol):
@@ -53,13 +58,19 @@ class Coming(Protocol):
 class LateTier:
     """Stands for a tier until it is open, and hands all on to it from then on."""
 
-    def __init__(self, name: str, coming: Coming, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, coming: Coming, again: Callable[[], Coming], wake: Callable[[], None]
+    ) -> None:
+        """`again` begins to open it anew, once `coming` has failed."""
         self.name = name
-        self._coming: Coming | None = coming  # None: nothing comes any more
+        self._coming: Coming | None = coming  # None: it is open, or could not be opened
+        self._again = again
         self._wake = wake
         self._tier: Tier | None = None
         self._state = "being opened"
         self._now_ms = 0
+        self._pause_ms = PAUSE_MS
+        self._again_ms = 0
         self._done: list[Done] = []
         self._clears: dict[tuple[bytes | None, bytes | None], None] = {}
 
@@ -109,15 +120,17 @@ class LateTier:
             self._tier.tick(now_ms)
 
     def _look(self) -> None:
-        """Take the tier in, if it is open by now."""
-        if self._coming is None:
+        """Take the tier in, if it is open by now; try again, if it is time to."""
+        if self._tier is not None:
             return
+        if self._coming is None:
+            if self._now_ms < self._again_ms:
+                return
+            self._coming = self._again()
         try:
             tier = self._coming.opened()
         except (KVTideError, OSError) as error:
-            self._coming = None
-            self._state = f"cannot be opened: {error}"
-            logger.warning("the node goes without the tier %s: %s", self.name, error)
+            self._failed(error)
             return
         if tier is None:
             return
@@ -125,6 +138,18 @@ class LateTier:
         tier.tick(self._now_ms)
         self._clear(tier)
         logger.info("the tier %s is open", self.name)
+
+    def _failed(self, error: Exception) -> None:
+        """Say why, once, and wait before the next try."""
+        self._coming = None
+        self._again_ms = self._now_ms + self._pause_ms
+        self._pause_ms = min(self._pause_ms * 2, PAUSE_MS_MAX)
+        state = f"cannot be opened: {error}"
+        if state != self._state:
+            self._state = state
+            logger.warning(
+                "the node goes without the tier %s until it can be opened: %s", self.name, error
+            )
 
     # ---- numbers and the end
 
