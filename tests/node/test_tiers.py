@@ -444,6 +444,7 @@ def test_time_is_told_where_somebody_waits_for_it(
         monkeypatch.setattr(runtime, "TICK_S", 0.001)
         monkeypatch.setattr(runtime, "PULSE_S", 0.02)
         node.listen()
+        ticks.clear()
         while node._pulses < 5:
             await asyncio.sleep(0)
         assert len(ticks) == 5

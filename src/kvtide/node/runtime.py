@@ -101,7 +101,8 @@ class Runtime:
         self._path_fd = os.open(self.socket_path, os.O_PATH | os.O_CLOEXEC)
         with contextlib.suppress(OSError):
             self.places.stopped.unlink(missing_ok=True)
-        self._pulse()
+        self._tick()
+        self._loop.call_later(PULSE_S, self._pulse)
 
     async def run(self) -> int:
         """Serve until told to end; the process's exit code."""
