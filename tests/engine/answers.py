@@ -1,8 +1,9 @@
 """What makes two answers the same, and two worlds in one engine to get them from.
 
 The oracle (contract, N_diff): an answer from kvtide's KV against the answer from the engine's own
-prefix cache, hits of the same length, step shapes the same. Then tokens are equal and
-log-probabilities are bitwise equal: the bytes of the KV are. Against a cold run they need not be.
+prefix cache, hits of the same length, the shapes of all steps the same, also of those that made
+the KV. Then tokens are equal and log-probabilities are bitwise equal: the bytes of the KV are.
+Against a cold run they need not be.
 
 A salt opens a world of its own, in the engine's cache and in kvtide alike, in which nothing has
 happened yet. So one conversation is held twice: in one world the engine keeps its cache between
@@ -13,13 +14,14 @@ from typing import Any
 
 from kvtide.testing.completions import Completion
 from kvtide.testing.serving import ServedEngine
+from tests.engine.prompts import prompt
 
 
-def ask(engine: ServedEngine, prompt: list[int], tokens: int = 8, **extra: Any) -> Completion:
+def ask(engine: ServedEngine, asked: list[int], tokens: int = 8, **extra: Any) -> Completion:
     """A greedy answer of exactly so many tokens, with log-probabilities."""
-    answer = engine.complete(prompt, tokens, logprobs=True, ignore_eos=True, **extra)
+    answer = engine.complete(asked, tokens, logprobs=True, ignore_eos=True, **extra)
     assert len(answer.token_ids) == len(answer.logprobs) == tokens, answer
-    assert answer.prompt_tokens == len(prompt)
+    assert answer.prompt_tokens == len(asked)
     return answer
 
 
@@ -38,6 +40,20 @@ def assert_same(ours: Completion, own: Completion) -> None:
     assert ours.cached_tokens == own.cached_tokens, (ours.cached_tokens, own.cached_tokens)
     assert ours.token_ids == own.token_ids, (ours.token_ids, own.token_ids)
     assert ours.logprobs == own.logprobs, (ours.logprobs, own.logprobs)
+
+
+def own_hit(engine: ServedEngine, tokens: list[int], length: int, **extra: Any) -> Completion:
+    """The answer from a hit of the engine's own of the first `length` tokens, whole blocks.
+
+    They are those of a prompt as long as this one: where a kernel is chosen by a batch's shape, a
+    prompt of another length has other last bits in its KV. In the world of `extra` nothing of
+    `tokens` has been asked before.
+    """
+    if length:
+        ask(engine, [*tokens[:length], *prompt("behind it", len(tokens) - length)], **extra)
+    answer = ask(engine, tokens, **extra)
+    assert answer.cached_tokens == length
+    return answer
 
 
 def whole_blocks(tokens: int, block_tokens: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 from kvtide.testing.completions import Completion
 from kvtide.testing.serving import ServedEngine
 from tests.engine import records
-from tests.engine.answers import ask, assert_same, forget, is_same, whole_blocks
+from tests.engine.answers import ask, assert_same, forget, is_same, own_hit, whole_blocks
 from tests.engine.conftest import engine_on, make_node
 from tests.engine.nodes import Node, Status
 from tests.engine.prompts import prompt
@@ -107,18 +107,20 @@ def test_an_engine_whose_node_was_killed_hits_from_disk_again(
 @pytest.fixture(scope="module")
 def own(served: ServedEngine) -> list[Completion]:
     """Answers to TEXT from the engine's own hits: of no chunk, of one, … of all."""
-    answers = []
-    for chunks in range(CHUNKS + 1):
-        salt = f"own {chunks}"
-        if chunks:
-            ask(served, TEXT[: chunks * CHUNK + 1], cache_salt=salt)
-        answers.append(ask(served, TEXT, cache_salt=salt))
-        assert answers[-1].cached_tokens == chunks * CHUNK
-    return answers
+    return [
+        own_hit(served, TEXT, chunks * CHUNK, cache_salt=f"own {chunks}")
+        for chunks in range(CHUNKS + 1)
+    ]
 
 
 @pytest.fixture(scope="module")
-def damaged(served: ServedEngine, disk_node: Node, own: list[Completion]) -> None:
+def own_anew(served: ServedEngine, own: list[Completion]) -> list[Completion]:
+    """The same once more, each in its world: now of all chunks, some computed behind a hit."""
+    return [ask(served, TEXT, cache_salt=f"own {chunks}") for chunks in range(CHUNKS)]
+
+
+@pytest.fixture(scope="module")
+def damaged(served: ServedEngine, disk_node: Node, own_anew: list[Completion]) -> None:
     """TEXT on disk, under a salt for each kind of damage that was done while no node ran."""
     salts = [f"flipped {chunk}" for chunk in range(CHUNKS)]
     for salt in [*salts, "exchanged"]:
@@ -162,7 +164,7 @@ def test_an_exchanged_block_on_disk_shows(served: ServedEngine, own: list[Comple
 
 @pytest.mark.usefixtures("damaged")
 def test_what_was_damaged_on_disk_is_stored_anew(
-    served: ServedEngine, disk_node: Node, own: list[Completion]
+    served: ServedEngine, disk_node: Node, own_anew: list[Completion]
 ) -> None:
     """Once it was computed, the next node finds all of it."""
     salts = [f"flipped {chunk}" for chunk in range(CHUNKS)]
@@ -173,10 +175,10 @@ def test_what_was_damaged_on_disk_is_stored_anew(
     disk_node.serve()
     disk_node.wait_on()
     forget(served)
-    for salt in salts:
+    for salt, own in zip(salts, own_anew, strict=True):
         with disk_node.loading(CHUNKS * CHUNK // BLOCK):
             ours = ask(served, TEXT, cache_salt=salt)
-        assert_same(ours, own[CHUNKS])
+        assert_same(ours, own)
 
 
 # ---- what was cleared, which is the last: nothing is there afterwards
