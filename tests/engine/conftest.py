@@ -4,14 +4,17 @@ Each node has a runtime directory of its own, so that the user's node is never t
 with the fixture that made it. After every test the shared node must be at rest and whole.
 """
 
+import contextlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 
 import pytest
 
+from kvtide.testing.leashed import End
 from kvtide.testing.serving import KVTIDE, SMOLLM2, ServedEngine
 from tests.engine.nodes import Node
 
@@ -62,6 +65,32 @@ def node() -> Iterator[Node]:
     yield from make_node()
 
 
+class PassingEngine(ServedEngine):
+    """Killed where its `with` ends: an end in order takes vLLM five seconds, and is shown by the
+    session's engine."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+
+@contextlib.contextmanager
+def together(*engines: ServedEngine) -> Iterator[None]:
+    """`with` for several engines, which start at the same time: a start is three processes one
+    after the other, each of which needs one core."""
+    with contextlib.ExitStack() as stack:
+        for engine in engines:
+            engine.start()
+            stack.push(engine)
+        for engine in engines:
+            engine.wait_ready()
+        yield
+
+
 def engine_on(
     node: Node,
     logs: Path,
@@ -70,9 +99,9 @@ def engine_on(
     model: Path = SMOLLM2,
     connector: Mapping[str, object] = KVTIDE,
     **variables: str,
-) -> ServedEngine:
+) -> PassingEngine:
     """An engine, not started yet, whose node is this one."""
-    return ServedEngine(
+    return PassingEngine(
         model,
         log=logs / f"{name}.log",
         connector=connector,
@@ -83,7 +112,8 @@ def engine_on(
 
 @pytest.fixture(scope="session")
 def engine(shared_node: Node, logs: Path) -> Iterator[ServedEngine]:
-    """SmolLM2 in bfloat16, blocks of 128 tokens, chunks of 256."""
+    """SmolLM2 in bfloat16, blocks of 128 tokens, chunks of 256. It ends in order."""
     with engine_on(shared_node, logs, "shared") as served:
         shared_node.wait_on()
         yield served
+        assert served.stop() == End(0, was_killed=False)

@@ -12,7 +12,7 @@ from kvtide.testing.completions import Completion
 from kvtide.testing.serving import TINY_LLAMA, TINY_LLAMA_B, ServedEngine
 from tests.engine import cells
 from tests.engine.answers import ask, assert_same, forget, is_same
-from tests.engine.conftest import engine_on
+from tests.engine.conftest import engine_on, together
 from tests.engine.nodes import Node, Status
 from tests.engine.prompts import prompt
 
@@ -26,9 +26,11 @@ NAME = ("--served-model-name", "the-model")
 
 @pytest.fixture(scope="module")
 def single(node: Node, logs: Path) -> Iterator[ServedEngine]:
-    """One worker, bfloat16."""
+    """One worker, bfloat16, on one core: engine cores of one thread each answer to the bit as it
+    does, which those of two threads need not."""
     arguments = ("--dtype", "bfloat16", *NAME)
-    with engine_on(node, logs, "single", *arguments, model=TINY_LLAMA) as engine:
+    core = {"VLLM_CPU_OMP_THREADS_BIND": "0"}
+    with engine_on(node, logs, "single", *arguments, model=TINY_LLAMA, **core) as engine:
         node.wait_on()
         yield engine
 
@@ -74,11 +76,16 @@ def assert_apart(one: ServedEngine, other: ServedEngine, node: Node) -> None:
             assert_same(hit(theirs, node, tokens), own)
 
 
-def differing(one: ServedEngine, other: ServedEngine, node: Node) -> set[str]:
-    """The fields that keep two engines from sharing, as the status names them."""
+def not_shared(one: ServedEngine, other: ServedEngine, node: Node) -> list[Status]:
+    """Where the status says that two engines would share but for some fields: the fields."""
     ids = {node.engine_of(engine)["engine_id"] for engine in (one, other)}
     pairs: list[Status] = node.status()["not_shared"]
-    (fields,) = [pair["fields"] for pair in pairs if set(pair["engines"]) == ids]
+    return [pair["fields"] for pair in pairs if set(pair["engines"]) == ids]
+
+
+def differing(one: ServedEngine, other: ServedEngine, node: Node) -> set[str]:
+    """The fields that keep two engines from sharing, as the status names them."""
+    (fields,) = not_shared(one, other, node)
     for values in fields.values():
         assert values[0] != values[1]
     return set(fields)
@@ -132,32 +139,6 @@ def hit(ranks: ServedEngine, node: Node, tokens: list[int]) -> Completion:
     raise AssertionError(f"{HIT_TRIES} times the answer came too late")
 
 
-def test_two_weight_sets_under_one_name_are_two_models(
-    single: ServedEngine, node: Node, logs: Path
-) -> None:
-    """Same shape, same name, other weights; the status does not call them look-alikes."""
-    arguments = ("--dtype", "bfloat16", *NAME)
-    with engine_on(node, logs, "other-weights", *arguments, model=TINY_LLAMA_B) as other:
-        node.wait_on(2)
-        one_name = {node.engine_of(engine)["label"] for engine in (single, other)}
-        assert one_name == {"the-model"}
-        assert_apart(single, other, node)
-        assert node.status()["not_shared"] == []
-
-
-def test_two_dtypes_are_kept_apart_and_the_status_names_the_field(
-    single: ServedEngine, node: Node, logs: Path
-) -> None:
-    """Equal sizes, other meaning: float16 against bfloat16."""
-    arguments = ("--dtype", "float16", *NAME)
-    with engine_on(node, logs, "other-dtype", *arguments, model=TINY_LLAMA) as other:
-        node.wait_on(2)
-        assert_apart(single, other, node)
-        fields = differing(single, other, node)
-        assert any("dtype" in name for name in fields)
-        assert not any("parallel" in name for name in fields)
-
-
 def test_two_engine_cores_share_on_one_node(single: ServedEngine, node: Node, logs: Path) -> None:
     """Data parallel 2: what either core computes both can load; so can the engine beside them."""
     arguments = ("--dtype", "bfloat16", "--data-parallel-size", "2", *NAME)
@@ -190,3 +171,40 @@ def loaded_tokens(core: Status) -> int:
     """What one engine core has loaded so far."""
     tokens: int = core["counts"]["tokens.external"]
     return tokens
+
+
+@pytest.fixture(scope="module")
+def others(single: ServedEngine, node: Node, logs: Path) -> Iterator[dict[str, ServedEngine]]:
+    """Two that are like the first but for one thing each."""
+    engines = {
+        "weights": engine_on(
+            node, logs, "other-weights", "--dtype", "bfloat16", *NAME, model=TINY_LLAMA_B
+        ),
+        "dtype": engine_on(
+            node, logs, "other-dtype", "--dtype", "float16", *NAME, model=TINY_LLAMA
+        ),
+    }
+    with together(*engines.values()):
+        node.wait_on(3)
+        yield engines
+
+
+def test_two_weight_sets_under_one_name_are_two_models(
+    single: ServedEngine, others: dict[str, ServedEngine], node: Node
+) -> None:
+    """Same shape, same name, other weights; the status does not call them look-alikes."""
+    other = others["weights"]
+    assert {node.engine_of(engine)["label"] for engine in (single, other)} == {"the-model"}
+    assert_apart(single, other, node)
+    assert not_shared(single, other, node) == []
+
+
+def test_two_dtypes_are_kept_apart_and_the_status_names_the_field(
+    single: ServedEngine, others: dict[str, ServedEngine], node: Node
+) -> None:
+    """Equal sizes, other meaning: float16 against bfloat16."""
+    other = others["dtype"]
+    assert_apart(single, other, node)
+    fields = differing(single, other, node)
+    assert any("dtype" in name for name in fields)
+    assert not any("parallel" in name for name in fields)

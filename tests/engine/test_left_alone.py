@@ -1,7 +1,9 @@
 """Engines that kvtide leaves alone, and starts that fail for reasons that are plain to see."""
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from kvtide.testing.leashed import ProgramError
 from kvtide.testing.serving import KVTIDE, SMOLLM2, TINY_LLAMA, ServedEngine
 from tests.engine.answers import ask, assert_same, forget
-from tests.engine.conftest import engine_on
+from tests.engine.conftest import engine_on, together
 from tests.engine.nodes import Node
 from tests.engine.prompts import prompt
 
@@ -64,67 +66,98 @@ def copy_without(source: Path, target: Path, *names: str) -> Path:
     return target
 
 
-def start_fails(engine: ServedEngine) -> str:
-    """Start an engine that must not start; all that it said, by then nothing of it runs."""
-    with pytest.raises(ProgramError, match="ended at its start"):
-        engine.__enter__()
-    assert not engine.processes()
-    return "\n".join(engine.log_lines())
+@pytest.fixture(scope="module")
+def unsupported(
+    node: Node, logs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, ServedEngine]]:
+    """Engines of models that are not one group of KV cache."""
+    engines = {}
+    for name, config, more in (
+        ("hybrid", HYBRID, ()),
+        ("encoder", ENCODER, ("--runner", "pooling", "--max-model-len", "512")),
+    ):
+        below = tmp_path_factory.mktemp("models")
+        model = copy_without(SMOLLM2, below / name, "*.safetensors", "config.json")
+        (model / "config.json").write_text(json.dumps(config))
+        arguments = ("--load-format", "dummy", *more)
+        engines[name] = engine_on(node, logs, name, *arguments, model=model)
+    with together(*engines.values()):
+        yield engines
 
 
 def test_a_hybrid_model_is_served_as_without_kvtide(
-    node: Node, logs: Path, tmp_path: Path
+    unsupported: dict[str, ServedEngine], node: Node
 ) -> None:
     """vLLM keeps its hybrid manager (two groups), one line says why, no node is started."""
-    model = copy_without(SMOLLM2, tmp_path / "hybrid", "*.safetensors", "config.json")
-    (model / "config.json").write_text(json.dumps(HYBRID))
-    with engine_on(node, logs, "hybrid", "--load-format", "dummy", model=model) as engine:
-        tokens = prompt("hybrid", 5 * BLOCK + 9)
-        assert ask(engine, tokens).cached_tokens == 0
-        own = ask(engine, tokens)
-        assert own.cached_tokens == 5 * BLOCK
-        forget(engine)
-        assert ask(engine, tokens).cached_tokens == 0
-        assert engine.reset_prefix_cache(external=True)
+    engine = unsupported["hybrid"]
+    tokens = prompt("hybrid", 5 * BLOCK + 9)
+    assert ask(engine, tokens).cached_tokens == 0
+    own = ask(engine, tokens)
+    assert own.cached_tokens == 5 * BLOCK
+    forget(engine)
+    assert ask(engine, tokens).cached_tokens == 0
+    assert engine.reset_prefix_cache(external=True)
     said = [line for line in engine.log_lines() if "kvtide off" in line]
     assert len(said) == 1
     assert "groups (the model has 2 KV cache groups, not one)" in said[0]
     assert not node.is_there()
 
 
-def test_an_encoder_is_served_as_without_kvtide(node: Node, logs: Path, tmp_path: Path) -> None:
+def test_an_encoder_is_served_as_without_kvtide(
+    unsupported: dict[str, ServedEngine], node: Node
+) -> None:
     """vLLM calls every hook, with the blocks of no group."""
-    model = copy_without(SMOLLM2, tmp_path / "encoder", "*.safetensors", "config.json")
-    (model / "config.json").write_text(json.dumps(ENCODER))
-    arguments = ("--load-format", "dummy", "--runner", "pooling", "--max-model-len", "512")
-    with engine_on(node, logs, "encoder", *arguments, model=model) as engine:
-        tokens = prompt("encoder", BLOCK + 9)
-        embedding = engine.embed(tokens)
-        assert len(embedding) == ENCODER["hidden_size"]
-        assert engine.embed(tokens) == embedding
+    engine = unsupported["encoder"]
+    tokens = prompt("encoder", BLOCK + 9)
+    embedding = engine.embed(tokens)
+    assert len(embedding) == ENCODER["hidden_size"]
+    assert engine.embed(tokens) == embedding
     said = [line for line in engine.log_lines() if "kvtide off" in line]
     assert len(said) == 1
     assert "groups (the model has 0 KV cache groups, not one)" in said[0]
     assert not node.is_there()
 
 
-def test_an_unknown_setting_stops_the_start_and_names_the_nearest(node: Node, logs: Path) -> None:
-    connector = {**KVTIDE, "kv_connector_extra_config": {"kvtide.chunk_tokns": 512}}
-    arguments = ("--dtype", "bfloat16")
-    engine = engine_on(node, logs, "misspelt", *arguments, model=TINY_LLAMA, connector=connector)
-    said = start_fails(engine)
+@pytest.fixture(scope="module")
+def failed(node: Node, logs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """All that engines have said that must not start, and have ended."""
+    damaged = copy_without(TINY_LLAMA, tmp_path_factory.mktemp("models") / "damaged")
+    weights = damaged / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.truncate(weights.stat().st_size // 2)
+    misspelt = {**KVTIDE, "kv_connector_extra_config": {"kvtide.chunk_tokns": 512}}
+    argument = ("--dtype", "bfloat16")
+    engines = {
+        "misspelt": engine_on(
+            node, logs, "misspelt", *argument, model=TINY_LLAMA, connector=misspelt
+        ),
+        "damaged": engine_on(node, logs, "damaged", *argument, model=damaged),
+    }
+    said = {}
+    with contextlib.ExitStack() as stack:
+        for engine in engines.values():
+            engine.start()
+            stack.push(engine)
+        for name, engine in engines.items():
+            with pytest.raises(ProgramError, match="ended at its start"):
+                engine.wait_ready()
+            assert not engine.processes()
+            said[name] = "\n".join(engine.log_lines())
+    return said
+
+
+def test_an_unknown_setting_stops_the_start_and_names_the_nearest(
+    failed: dict[str, str], node: Node
+) -> None:
+    said = failed["misspelt"]
     assert "chunk_tokns" in said
     assert "kvtide.chunk_tokens" in said
     assert not node.is_there()
 
 
-def test_a_damaged_model_is_vllms_own_error(node: Node, logs: Path, tmp_path: Path) -> None:
+def test_a_damaged_model_is_vllms_own_error(failed: dict[str, str], node: Node) -> None:
     """Weights cut off in the middle: no hang, nothing of ours in the way, nothing left behind."""
-    model = copy_without(TINY_LLAMA, tmp_path / "damaged")
-    weights = model / "model.safetensors"
-    with weights.open("r+b") as file:
-        file.truncate(weights.stat().st_size // 2)
-    said = start_fails(engine_on(node, logs, "damaged", "--dtype", "bfloat16", model=model))
+    said = failed["damaged"]
     assert "safetensors" in said.lower()
     assert "incomplete" in said.lower() or "not fully covered" in said.lower()
     assert "kvtide/engines" not in said

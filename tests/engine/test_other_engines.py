@@ -9,12 +9,13 @@ import pytest
 from kvtide.testing.completions import Completion
 from kvtide.testing.serving import KVTIDE, ServedEngine
 from tests.engine.answers import ask, assert_same, forget
-from tests.engine.conftest import engine_on
+from tests.engine.conftest import engine_on, together
 from tests.engine.nodes import Node, Status, assert_accounts, is_at_rest
 from tests.engine.prompts import prompt
 
 BLOCK = 128
 LEFT_BEHIND = prompt("left behind", 5 * BLOCK + 3)
+ROLES = ("kv_consumer", "kv_producer")
 DIGEST_S_MAX = 1.0
 """From the workers' coming to the engine's being on, where the weights were read before."""
 
@@ -120,52 +121,53 @@ def test_a_crash_in_the_middle_of_stores_leaves_nothing_lent(
     assert_same(ask(engine, tokens), own)
 
 
-def test_an_engine_in_the_place_of_a_dead_one_hits_what_that_one_stored(
-    engine: ServedEngine,
-    second: ServedEngine,
-    left_behind: Completion,
-    shared_node: Node,
-    logs: Path,
-) -> None:
-    """From the host memory of the node, which lives on; in the role kv_consumer it stores nothing.
+@pytest.fixture(scope="module")
+def roles(
+    second: ServedEngine, left_behind: Completion, shared_node: Node, logs: Path
+) -> Iterator[dict[str, ServedEngine]]:
+    """In the place of the second engine, which is dead: one that only loads, one that only stores.
 
-    Nobody who lives has ever computed the prompt.
+    Nobody who lives has ever computed LEFT_BEHIND.
     """
     second.kill()
     shared_node.wait_on(1)
-    consumer = engine_on(shared_node, logs, "consumer", connector=only("kv_consumer"))
-    with consumer:
-        shared_node.wait_on(2)
-        with shared_node.loading(5):
-            assert_same(ask(consumer, LEFT_BEHIND), left_behind)
-        fresh = prompt("consumed", 2 * BLOCK + 3)
-        with shared_node.storing(0):
-            ask(consumer, fresh)
-        shared_node.wait(
-            "the blocks are counted as dropped",
-            lambda status: status["counts"]["drop.role"] >= 2,
-        )
+    engines = {role: engine_on(shared_node, logs, role, connector=only(role)) for role in ROLES}
+    with together(*engines.values()):
+        shared_node.wait_on(3)
+        yield engines
+
+
+def test_an_engine_in_the_place_of_a_dead_one_hits_what_that_one_stored(
+    roles: dict[str, ServedEngine], left_behind: Completion, shared_node: Node
+) -> None:
+    """From the host memory of the node, which lives on; the role kv_consumer stores nothing."""
+    consumer = roles["kv_consumer"]
+    with shared_node.loading(5):
+        assert_same(ask(consumer, LEFT_BEHIND), left_behind)
+    with shared_node.storing(0):
+        ask(consumer, prompt("consumed", 2 * BLOCK + 3))
+    shared_node.wait(
+        "the blocks are counted as dropped", lambda status: status["counts"]["drop.role"] >= 2
+    )
 
 
 def test_an_engine_that_only_stores_never_loads(
-    engine: ServedEngine, shared_node: Node, logs: Path
+    engine: ServedEngine, roles: dict[str, ServedEngine], shared_node: Node
 ) -> None:
     """The role kv_producer: others hit what it computes, it computes what others did."""
-    producer = engine_on(shared_node, logs, "producer", connector=only("kv_producer"))
-    with producer:
-        shared_node.wait_on(2)
-        theirs = prompt("not for producers", 2 * BLOCK + 3)
-        with shared_node.storing(2):
-            ask(engine, theirs)
-        with shared_node.loading(0):
-            assert ask(producer, theirs).cached_tokens == 0
-        shared_node.wait("it is counted", lambda status: status["counts"]["miss.role"])
-        tokens = prompt("produced", 5 * BLOCK + 3)
-        with shared_node.storing(5):
-            ask(producer, tokens)
-        own = ask(producer, tokens)
-        with shared_node.loading(5):
-            assert_same(ask(engine, tokens), own)
+    producer = roles["kv_producer"]
+    theirs = prompt("not for producers", 2 * BLOCK + 3)
+    with shared_node.storing(2):
+        ask(engine, theirs)
+    with shared_node.loading(0):
+        assert ask(producer, theirs).cached_tokens == 0
+    shared_node.wait("it is counted", lambda status: status["counts"]["miss.role"])
+    tokens = prompt("produced", 5 * BLOCK + 3)
+    with shared_node.storing(5):
+        ask(producer, tokens)
+    own = ask(producer, tokens)
+    with shared_node.loading(5):
+        assert_same(ask(engine, tokens), own)
 
 
 def only(role: str) -> dict[str, object]:
