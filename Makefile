@@ -1,6 +1,6 @@
 # Every target but help and clean sets the environment up first; that takes 0.1 s when it is there.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test test-places check bench clean
 
 PYTHON := .venv/bin/python
 
@@ -9,6 +9,7 @@ help:
 	@echo 'make demo    show a prefix computed by one engine and used by another'
 	@echo 'make check   format, lint, types, tidy and quick tests'
 	@echo 'make test    check, then the long tests and those with a real vLLM (longest: scripts/soak)'
+	@echo 'make test-places   two real vLLM that share a directory, a server, a bucket, a store'
 	@echo 'make bench   the benchmark, less than an hour (of tiers: python -m benchmarks tiers)'
 	@echo 'make clean   remove .venv and all caches'
 
@@ -24,7 +25,10 @@ check: setup
 test: setup
 	@state=0; scripts/check || state=1; \
 	$(PYTHON) -m pytest -n 3 --dist loadfile -m '(long or hypothesis) and not engine and not slow' || state=1; \
-	$(PYTHON) -m pytest -m 'engine and not slow' || state=1; exit $$state
+	$(PYTHON) -m pytest -m 'engine and not places and not slow' || state=1; exit $$state
+
+test-places: setup
+	@$(PYTHON) -m pytest -m 'places and not slow'
 
 bench: setup
 	@$(PYTHON) -m benchmarks; code=$$?; $(PYTHON) scripts/make_docs; exit $$code

@@ -21,7 +21,7 @@ from tests.engine.shared_places import SharedPlace
 from tests.engine.test_shared import ASKED_AWAY, BLOCK, BLOCKS, T_HEAL_S, WAIT_MS_MAX, prompt_of
 from tests.tiers.mooncake_place import needs_client
 
-pytestmark = needs_client
+pytestmark = [pytest.mark.places, needs_client]
 
 
 class StorePlace:
