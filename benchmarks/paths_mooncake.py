@@ -24,21 +24,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paths_disk import as_in_the_node
 from benchmarks.places import (
     DEPTHS,
-    HEAD,
     HELD_ROUNDS,
     ROUND_BYTES,
     Arm,
     Arms,
-    Budgets,
     Cell,
     Extent,
     Here,
     Memory,
     Tier,
     closing,
+    judge,
     measured,
     parser_of,
 )
@@ -48,7 +46,7 @@ from kvtide.errors import ConfigError
 from kvtide.testing import mooncake_servers
 from kvtide.testing.mooncake_servers import Store, clients_of
 from kvtide.tiers.mooncake.opening import require_client
-from kvtide.units import GiB, MiB
+from kvtide.units import GiB
 
 OWNED_BYTES = 4 * GiB
 """Twice what all hold together, so that the store itself has nothing to evict."""
@@ -224,21 +222,22 @@ def arms_of(store: Store, binding: Binding, memory: Memory, piece_bytes: int) ->
     )
 
 
-def run(extent: Extent, memory: Memory) -> list[Cell]:
+def run(extent: Extent) -> list[Cell]:
     """All sizes on one store."""
-    cells = []
-    rounds = f"rounds of {ROUND_BYTES // MiB} MiB, medians of {extent.rounds}"
-    print(f"mooncake, {rounds}\n{HEAD}")
+    memory = Memory()
     with (
         tempfile.TemporaryDirectory(prefix="kvtide-bench-") as directory,
         mooncake_servers.running(Path(directory), OWNED_BYTES, LEASE_MS) as store,
     ):
         binding = Binding(store, memory)
-        for piece_bytes in extent.sizes:
-            with closing(arms_of(store, binding, memory, piece_bytes)) as arms:
-                cells += measured(arms, piece_bytes, extent.rounds)
-        binding.calls.close()
-    return cells
+        try:
+            return measured(
+                "mooncake",
+                extent,
+                lambda piece_bytes: closing(arms_of(store, binding, memory, piece_bytes)),
+            )
+        finally:
+            binding.calls.close()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -249,10 +248,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(error)
         return 0
-    memory, budgets = Memory(), Budgets()
-    with as_in_the_node():
-        budgets.cells["mooncake"] = run(options.extent, memory)
-    return budgets.show(options.extent)
+    return judge({"mooncake": run(options.extent)}, options.extent)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,18 @@ import redis
 
 from benchmarks.lmcache_arm import Adapter
 from benchmarks.lmcache_server import resp_below
-from benchmarks.paths_disk import as_in_the_node
 from benchmarks.places import (
-    HEAD,
     HELD_ROUNDS,
     ROUND_BYTES,
     Arm,
     Arms,
-    Budgets,
     Cell,
     Extent,
     Here,
     Memory,
     Tier,
     closing,
+    judge,
     measured,
     parser_of,
 )
@@ -225,20 +224,21 @@ def arms_of(server: Server, memory: Memory, piece_bytes: int, log: Path) -> Arms
     )
 
 
-def run(program: str, extent: Extent, memory: Memory) -> list[Cell]:
+def run(program: str, extent: Extent) -> list[Cell]:
     """All sizes on one server."""
-    cells = []
+    memory = Memory()
     with tempfile.TemporaryDirectory(prefix="kvtide-bench-") as directory:
         maxmemory = ("--maxmemory", str(8 * GiB))
+        log = Path(directory) / "lmcache.log"
         with redis_servers.running(program, Path(directory), *maxmemory) as server:
-            rounds = f"rounds of {ROUND_BYTES // MiB} MiB, medians of {extent.rounds}"
-            print(f"{program}, {rounds}\n{HEAD}")
-            for piece_bytes in extent.sizes:
-                arms = arms_of(server, memory, piece_bytes, Path(directory) / "lmcache.log")
-                with closing(arms):
-                    cells += measured(arms, piece_bytes, extent.rounds)
+
+            @contextmanager
+            def opened(piece_bytes: int) -> Iterator[Arms]:
+                with closing(arms_of(server, memory, piece_bytes, log)) as arms:
+                    yield arms
                 server.ask(b"FLUSHALL", b"SYNC")
-    return cells
+
+            return measured(program, extent, opened)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -246,14 +246,13 @@ def main(argv: Sequence[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--server", choices=SERVERS, action="append")
     options = parser.parse_args(argv)
-    memory, budgets = Memory(), Budgets()
+    cells = {}
     for program in options.server or SERVERS:
         if program == "redis" and shutil.which("redis-server") is None:
             print("no redis-server is here; on Debian: apt-get install redis-server")
             continue
-        with as_in_the_node():
-            budgets.cells[program] = run(program, options.extent, memory)
-    return budgets.show(options.extent)
+        cells[program] = run(program, options.extent)
+    return judge(cells, options.extent)
 
 
 if __name__ == "__main__":

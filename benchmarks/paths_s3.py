@@ -29,23 +29,20 @@ from obstore.store import S3Store
 
 from benchmarks.lmcache_arm import Adapter
 from benchmarks.lmcache_server import s3_below
-from benchmarks.paths_disk import as_in_the_node
 from benchmarks.places import (
     DEPTHS,
     FULL,
-    HEAD,
     HELD_ROUNDS,
-    ROUND_BYTES,
     WAIT_S_MAX,
     Arm,
     Arms,
-    Budgets,
     Cell,
     Extent,
     Here,
     Memory,
     Tier,
     closing,
+    judge,
     measured,
     parser_of,
 )
@@ -241,12 +238,12 @@ def arms_of(server: Server, hosted: Server | None, memory: Memory, piece_bytes: 
     )
 
 
-def run(program: str, extent: Extent, memory: Memory) -> list[Cell]:
-    """All sizes on one server."""
-    cells = []
-    rounds = f"rounds of {ROUND_BYTES // MiB} MiB, medians of {extent.rounds}"
-    print(f"{program}, {rounds}\n{HEAD}")
-    for piece_bytes in extent.sizes:
+def run(program: str, extent: Extent) -> list[Cell]:
+    """All sizes, each on a server of its own."""
+    memory = Memory()
+
+    @contextmanager
+    def opened(piece_bytes: int) -> Iterator[Arms]:
         with ExitStack() as stack:
             files = tempfile.TemporaryDirectory(prefix="kvtide-bench-", dir=IN_MEMORY)
             below = Path(stack.enter_context(files))
@@ -256,9 +253,9 @@ def run(program: str, extent: Extent, memory: Memory) -> list[Cell]:
                 hosted = stack.enter_context(bucket_in_hosts_name(below / "hosted"))
             else:
                 print(f"{piece_bytes // MiB:>4} MiB: without LMCache s3, {WHY_WITHOUT}")
-            arms = stack.enter_context(closing(arms_of(server, hosted, memory, piece_bytes)))
-            cells += measured(arms, piece_bytes, extent.rounds)
-    return cells
+            yield stack.enter_context(closing(arms_of(server, hosted, memory, piece_bytes)))
+
+    return measured(program, extent, opened)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -267,11 +264,8 @@ def main(argv: Sequence[str]) -> int:
     parser.set_defaults(extent=Extent(FULL.sizes, ROUNDS))
     parser.add_argument("--server", choices=list(object_servers.PROGRAMS), action="append")
     options = parser.parse_args(argv)
-    memory, budgets = Memory(), Budgets()
-    for program in options.server or ["rclone"]:
-        with as_in_the_node():
-            budgets.cells[program] = run(program, options.extent, memory)
-    return budgets.show(options.extent)
+    programs = options.server or ["rclone"]
+    return judge({program: run(program, options.extent) for program in programs}, options.extent)
 
 
 if __name__ == "__main__":

@@ -15,31 +15,31 @@ How they are compared, and what is shown, says benchmarks/places.py.
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.lmcache_arm import Adapter
 from benchmarks.lmcache_server import files_below
-from benchmarks.paths_disk import as_in_the_node, directory
+from benchmarks.paths_disk import directory
 from benchmarks.places import (
     DEPTHS,
-    HEAD,
     HELD_ROUNDS,
     ROUND_BYTES,
     Arm,
     Arms,
-    Budgets,
     Cell,
     Extent,
     Here,
     Memory,
     Tier,
     closing,
+    judge,
     measured,
     parser_of,
 )
-from kvtide.units import KiB, MiB
+from kvtide.units import KiB
 
 HEADER_BYTES = 4 * KiB
 
@@ -121,12 +121,14 @@ def arms_of(below: Path, memory: Memory, piece_bytes: int) -> Arms:
 
 def run(below: Path | None, extent: Extent) -> list[Cell]:
     """All sizes."""
-    cells, memory = [], Memory()
-    print(f"rounds of {ROUND_BYTES // MiB} MiB, medians of {extent.rounds}\n{HEAD}")
-    for piece_bytes in extent.sizes:
+    memory = Memory()
+
+    @contextmanager
+    def opened(piece_bytes: int) -> Iterator[Arms]:
         with directory(below) as path, closing(arms_of(path, memory, piece_bytes)) as arms:
-            cells += measured(arms, piece_bytes, extent.rounds)
-    return cells
+            yield arms
+
+    return measured("shared_dir", extent, opened)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -134,9 +136,7 @@ def main(argv: Sequence[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--directory", type=Path, help="on the file system to be measured")
     options = parser.parse_args(argv)
-    with as_in_the_node():
-        budgets = Budgets({"shared_dir": run(options.directory, options.extent)})
-    return budgets.show(options.extent)
+    return judge({"shared_dir": run(options.directory, options.extent)}, options.extent)
 
 
 if __name__ == "__main__":

@@ -10,19 +10,20 @@ each arm has been seen to bring back every byte.
 """
 
 import argparse
+import itertools
 import mmap
 import os
 import resource
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import xxhash
 
-from benchmarks.paths_disk import Taken
+from benchmarks.paths_disk import Taken, as_in_the_node
 from benchmarks.stats import Comparison, ratios, rotated, spread
 from kvtide.core.keys import fingerprint, root_key
 from kvtide.core.layout import KVLayout
@@ -265,14 +266,20 @@ HEAD = (
 )
 
 
-def measured(arms: Arms, piece_bytes: int, rounds: int) -> list[Cell]:
-    """Both ways, at each depth; shown as they come."""
+Opened = Callable[[int], AbstractContextManager[Arms]]
+"""The arms for records of so many bytes."""
+
+
+def measured(place: str, extent: Extent, opened: Opened) -> list[Cell]:
+    """All sizes, both ways, at each depth; shown as they come."""
+    print(f"{place}, rounds of {ROUND_BYTES // MiB} MiB, medians of {extent.rounds}\n{HEAD}")
     cells = []
-    for depth in DEPTHS:
-        for way in WAYS:
-            taken = _turns(arms, way, depth, rounds)
-            cells.append(Cell(piece_bytes, way, depth, tuple(arms.plain), taken))
-            print(*cells[-1].lines(), sep="\n", flush=True)
+    for piece_bytes in extent.sizes:
+        with as_in_the_node(), opened(piece_bytes) as arms:
+            for depth, way in itertools.product(DEPTHS, WAYS):
+                taken = _turns(arms, way, depth, extent.rounds)
+                cells.append(Cell(piece_bytes, way, depth, tuple(arms.plain), taken))
+                print(*cells[-1].lines(), sep="\n", flush=True)
     return cells
 
 
@@ -308,23 +315,18 @@ def _turn(arm: Arm, way: str, depth: int, taken: Taken) -> None:
         arm.settle()
 
 
-@dataclass(slots=True)
-class Budgets:
-    """The goal, cell by cell."""
-
-    cells: dict[str, list[Cell]] = field(default_factory=dict)  # by the place
-
-    def show(self, extent: Extent) -> int:
-        """Print them; the program's exit code: 1 where one is missed, if this decides."""
-        print(f"\nbudgets: {RATIO_MIN} of the fastest plain loop of the same run (* missed)")
-        for place, cells in self.cells.items():
-            columns = [f"{way} {depth}" for depth in DEPTHS for way in WAYS]
-            print(f"{place:<12}" + "".join(f"{column:>8}" for column in columns))
-            for size in dict.fromkeys(cell.piece_bytes for cell in cells):
-                row = [_shown(cell) for cell in cells if cell.piece_bytes == size]
-                print(f"{size // MiB:>8} MiB" + "".join(f"{shown:>8}" for shown in row))
-        is_met = all(cell.is_met for cells in self.cells.values() for cell in cells)
-        return 0 if is_met or extent is QUICK else 1
+def judge(cells: Mapping[str, Sequence[Cell]], extent: Extent) -> int:
+    """Print the goal, cell by cell, for each place; the program's exit code: 1 where it is
+    missed, if this decides."""
+    print(f"\nbudgets: {RATIO_MIN} of the fastest plain loop of the same run (* missed)")
+    columns = "".join(f"{way} {depth}".rjust(8) for depth, way in itertools.product(DEPTHS, WAYS))
+    for place, found in cells.items():
+        print(f"{place:<12}{columns}")
+        for size in dict.fromkeys(cell.piece_bytes for cell in found):
+            row = [_shown(cell) for cell in found if cell.piece_bytes == size]
+            print(f"{size // MiB:>8} MiB" + "".join(f"{shown:>8}" for shown in row))
+    is_met = all(cell.is_met for found in cells.values() for cell in found)
+    return 0 if is_met or extent is QUICK else 1
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
