@@ -95,7 +95,9 @@ class FrameReader:
         while len(self._data) >= _HEAD.size:
             length, kind, count = _HEAD.unpack_from(self._data)
             if not 2 <= length <= FRAME_BYTES_MAX:
-                raise WireError(f"a frame of {length} bytes; 2 to {FRAME_BYTES_MAX} are allowed")
+                raise WireError(
+                    f"a frame of {length} bytes; at least 2, at most {FRAME_BYTES_MAX} are allowed"
+                )
             if kind >= len(_KINDS) or count != _DESCRIPTORS.get(_KINDS[kind], 0):
                 raise WireError(
                     f"a frame of kind {kind} with {count} descriptors; there are {len(_KINDS)}"
