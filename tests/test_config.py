@@ -54,7 +54,7 @@ def test_the_bare_default_install_reads_and_does_not_contradict_itself(tmp_path:
         any_engine_version=False,
         start_node=True,
     )
-    assert {shown.source for shown in found.effective()} == {"default"}
+    assert {shown.source for shown in found.effective} == {"default"}
 
 
 def test_every_key_has_exactly_one_field_with_a_comment_or_a_plain_word() -> None:
@@ -86,7 +86,7 @@ def test_later_places_win_and_the_source_of_each_value_is_told(tmp_path: Path) -
     assert found.node.host_bytes == 2 * GiB
     assert found.node.linger_s == 2.5
     assert found.engine.chunk_tokens == 128
-    shown = {one.name: (one.value, one.source, one.default) for one in found.effective()}
+    shown = {one.name: (one.value, one.source, one.default) for one in found.effective}
     assert shown["host_bytes"] == (
         "2 GiB (2147483648 bytes)",
         f"{tmp_path}/kvtide.yaml, line 2",
@@ -213,7 +213,7 @@ def test_whoever_asks_gets_all_that_can_be_read_and_each_fault(tmp_path: Path) -
     }
     extra = {"kvtide.enabled": False, "kvtide.zzz": 1, "tiers": []}
     found = config.read(extra, environ=environ, on_fault=faults.append)
-    sources = {one.name: one.source for one in found.effective() if one.source != "default"}
+    sources = {one.name: one.source for one in found.effective if one.source != "default"}
     assert sources == {
         "linger_s": f"{tmp_path}/kvtide.yaml, line 2",
         "load_policy": "environment KVTIDE_LOAD_POLICY",
@@ -272,9 +272,7 @@ def test_a_secret_appears_in_no_text(tmp_path: Path) -> None:
     found = read(tmp_path, KVTIDE_HTTP_TOKEN=TOKEN, KVTIDE_HTTP_ADDRESS="localhost:1")
     assert found.node.http_token == TOKEN
     assert TOKEN not in repr(found)
-    assert [one.value for one in found.effective() if one.name == "http_token"] == [
-        "set, not shown"
-    ]
+    assert [one.value for one in found.effective if one.name == "http_token"] == ["set, not shown"]
     for text in (f'http_token: "{TOKEN} "', f'http_token: "{TOKEN}', f"http_token: {{{TOKEN}: ["):
         with pytest.raises(ConfigError) as caught:
             read(tmp_path, text)
@@ -309,7 +307,7 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "# only a remark\n"])
 def test_an_empty_file_sets_nothing(tmp_path: Path, text: str) -> None:
-    assert {shown.source for shown in read(tmp_path, text).effective()} == {"default"}
+    assert {shown.source for shown in read(tmp_path, text).effective} == {"default"}
 
 
 def test_a_file_that_was_asked_for_must_exist_and_hides_the_users_own(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_long_tiers_are_shown_in_short(tmp_path: Path) -> None:
     """Engines are told a node's settings, and take no text without end."""
     entries = [DISK | {"name": f"n{n}", "path": "/" + "x" * 4000} for n in range(8)]
     found = read(tmp_path, KVTIDE_TIERS=json.dumps(entries))
-    (shown,) = [one.value for one in found.effective() if one.name == "tiers"]
+    (shown,) = [one.value for one in found.effective if one.name == "tiers"]
     assert len(shown) < TEXT_CHARS_MAX
     assert all(f"n{n} (disk)" in shown for n in range(8))
 
@@ -137,7 +137,7 @@ def test_a_list_of_the_extra_config_reaches_a_node_that_is_started(tmp_path: Pat
 def test_tiers_are_shown_and_what_was_given_for_them_is_never_quoted(tmp_path: Path) -> None:
     """An entry may hold a password."""
     found = read(tmp_path, KVTIDE_TIERS=json.dumps([DISK | {"name": "fast"}]))
-    (shown,) = [one.value for one in found.effective() if one.name == "tiers"]
+    (shown,) = [one.value for one in found.effective if one.name == "tiers"]
     assert shown == "fast (disk): path /mnt/nvme, bytes_max 2 TiB (2199023255552 bytes)"
     with pytest.raises(ConfigError) as raised:
         read(tmp_path, KVTIDE_TIERS=json.dumps([DISK | {"pasword": TOKEN}]))

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from kvtide.errors import ConfigError
+from kvtide.errors import ConfigError, reason_of
 from kvtide.settings import (
     DISK_KEYS,
     ENVIRONMENT_PREFIX,
@@ -78,13 +78,10 @@ class Config:
     engine: EngineConfig
     runtime_dir: Path
     cache_dir: Path
-    shown: tuple[Effective, ...]
+    effective: tuple[Effective, ...]
+    """Every key with its value, in the order of the table, for `kvtide config show`."""
     node_environment: dict[str, str] = field(default_factory=dict, repr=False)
     """The node's settings from the extra config, as variables for a node that is started."""
-
-    def effective(self) -> list[Effective]:
-        """Every key with its value, in the order of the table, for `kvtide config show`."""
-        return list(self.shown)
 
 
 _BY_NAME = {key.name: key for key in KEYS}
@@ -126,7 +123,7 @@ def read(
         engine=EngineConfig(**_owned(values, "engine")),
         runtime_dir=runtime_dir(environ),
         cache_dir=_users_dir(environ, "XDG_CACHE_HOME", ".cache") / "kvtide",
-        shown=tuple(
+        effective=tuple(
             Effective(
                 name=key.name,
                 value=key.show(values[key.name]),
@@ -303,7 +300,7 @@ def _yaml_items(path: Path) -> list[tuple[str, object, int]]:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line} is not YAML: {error.problem}; {hint}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        reason = reason_of(error) if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"{path} cannot be read: {reason}; correct or remove it") from None
     except (ValueError, TypeError, RecursionError):  # a date of month 13, thousands of brackets
         raise ConfigError(f"{path} holds a value that cannot be read; {hint}") from None

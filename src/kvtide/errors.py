@@ -40,6 +40,14 @@ class PlaceFailed(KVTideError):
     """A server below the host did not do what it was asked to, or did not answer in time."""
 
 
+def no_thread(what: str, error: RuntimeError) -> ConfigError:
+    """What is to be said where the machine grants no thread for something."""
+    return ConfigError(
+        f"no thread could be started for {what} ({error}); raise the limit of processes"
+        " (ulimit -u, pids.max)"
+    )
+
+
 def bare(error: Exception) -> Exception:
     """An error without the frames that it came through: those hold cells, and the node, which
     does not collect cycles, would keep them for ever."""

@@ -27,7 +27,7 @@ class Metric:
     """One metric as users see it.
 
     `source` is the name of the counter, or the prefix of counters that differ in their labels; a
-    gauge with labels has one value for each tier. `is_nodes`: engines do not count it.
+    gauge with labels has one value for each tier. `is_of_node`: no engine counts it.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Metric:
     doc: str
     source: str
     labels: tuple[str, ...] = ()
-    is_nodes: bool = False
+    is_of_node: bool = False
 
 
 METRICS = (
@@ -72,7 +72,7 @@ METRICS = (
         "Engines whose caching was turned off, by themselves or by the node, by reason.",
         "off.",
         ("reason",),
-        is_nodes=True,
+        is_of_node=True,
     ),
     Metric(
         "kvtide_prompt_tokens_total",
@@ -103,6 +103,7 @@ METRICS = (
         " memory yet.",
         "lookups.",
         ("outcome",),
+        is_of_node=True,
     ),
     Metric(
         "kvtide_unprotected_loads_total",
@@ -110,8 +111,15 @@ METRICS = (
         "Loads that began without a lease: what they read may be evicted meanwhile, and then they"
         " fail.",
         "unprotected_loads",
+        is_of_node=True,
     ),
-    Metric("kvtide_stored_blocks_total", "counter", "Blocks stored.", "stored_blocks"),
+    Metric(
+        "kvtide_stored_blocks_total",
+        "counter",
+        "Blocks stored.",
+        "stored_blocks",
+        is_of_node=True,
+    ),
     Metric(
         "kvtide_already_held_blocks_total",
         "counter",
@@ -126,7 +134,11 @@ METRICS = (
         ("reason",),
     ),
     Metric(
-        "kvtide_loaded_blocks_total", "counter", "Blocks loaded and verified.", "loaded_blocks"
+        "kvtide_loaded_blocks_total",
+        "counter",
+        "Blocks loaded and verified.",
+        "loaded_blocks",
+        is_of_node=True,
     ),
     Metric(
         "kvtide_failed_load_blocks_total",
@@ -143,7 +155,7 @@ METRICS = (
         " or by order.",
         "evicted.",
         ("cause",),
-        is_nodes=True,
+        is_of_node=True,
     ),
     Metric(
         "kvtide_promotions_cut_total",
@@ -151,7 +163,7 @@ METRICS = (
         "Lookups answered with less than tiers have, by reason.",
         "promotions.",
         ("reason",),
-        is_nodes=True,
+        is_of_node=True,
     ),
     Metric(
         "kvtide_tier_lookups_total",
@@ -160,7 +172,7 @@ METRICS = (
         " absent.",
         "tier_lookups.",
         ("tier", "outcome"),
-        is_nodes=True,
+        is_of_node=True,
     ),
     Metric(
         "kvtide_tier_loads_total",
@@ -168,7 +180,7 @@ METRICS = (
         "Loads from a tier below the host, by outcome.",
         "tier_loads.",
         ("tier", "outcome"),
-        is_nodes=True,
+        is_of_node=True,
     ),
     Metric(
         "kvtide_tier_loaded_bytes_total",
@@ -176,7 +188,7 @@ METRICS = (
         "Bytes loaded from a tier and verified.",
         "tier_loaded_bytes.",
         ("tier",),
-        is_nodes=True,
+        is_of_node=True,
     ),
     Metric(
         "kvtide_tier_stores_total",
@@ -185,7 +197,7 @@ METRICS = (
         " already was dropped.",
         "tier_stores.",
         ("tier", "outcome"),
-        is_nodes=True,
+        is_of_node=True,
     ),
     Metric(
         "kvtide_tier_stored_bytes_total",
@@ -193,7 +205,7 @@ METRICS = (
         "Bytes stored in a tier.",
         "tier_stored_bytes.",
         ("tier",),
-        is_nodes=True,
+        is_of_node=True,
     ),
     Metric(
         "kvtide_tier_evictions_total",
@@ -201,7 +213,7 @@ METRICS = (
         "Records that a tier took away for room.",
         "tier_evicted.",
         ("tier",),
-        is_nodes=True,
+        is_of_node=True,
     ),
     Metric(
         "kvtide_tier_healthy",
@@ -229,7 +241,7 @@ METRICS = (
         "histogram",
         "From the grant of a chunk or tail to the moment when all workers have copied it.",
         "stored_after",
-        is_nodes=True,
+        is_of_node=True,
     ),
     Metric(
         "kvtide_retrieve_seconds",

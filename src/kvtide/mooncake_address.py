@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from kvtide.values import shown_host
+
 MASTER_PORT = 50051
 """Where a master listens that is told nothing."""
 
@@ -15,12 +17,11 @@ class Address:
     port: int = MASTER_PORT
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"mooncake://{host}:{self.port}"
+        return f"mooncake://{shown_host(self.host, self.port)}"
 
 
 def parse_address(raw: object) -> Address:
-    """`mooncake://host:port`."""
+    """The master that `mooncake://host:port` names; raises ValueError for anything else."""
     if not isinstance(raw, str):
         raise ValueError("not a URL")  # noqa: TRY004 - as of all parsers
     parts = urlsplit(raw)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
+from kvtide.values import shown_host
+
 PORT = 6379
 _HOST = re.compile(
     r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]/@?#,\s]+))(?::(?P<port>\d+))?"
@@ -49,13 +51,11 @@ class Address:
         return f"{'rediss' if self.is_tls else 'redis'}://{user}{hosts}{end}"
 
 
-def shown_host(host: str, port: int) -> str:
-    """`host:port`, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def parse_address(raw: object) -> Address:
-    """Raises ValueError, whose words repeat nothing of what was given: it may hold a secret."""
+    """The deployment that a URL names.
+
+    Raises ValueError, whose words repeat nothing of what was given: it may hold a secret.
+    """
     scheme, mark, rest = raw.partition("://") if isinstance(raw, str) else ("", "", "")
     if not mark or scheme not in ("redis", "rediss", "unix"):
         raise ValueError(f"not a URL such as {_FORMS}")

@@ -22,7 +22,7 @@ class Address:
 
 
 def parse_address(raw: object) -> Address:
-    """Raises ValueError."""
+    """The bucket and prefix that a URL names; raises ValueError where it names none."""
     scheme, mark, rest = raw.partition("://") if isinstance(raw, str) else ("", "", "")
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.rstrip("/") or PREFIX

@@ -163,7 +163,7 @@ def _shown(entry: TierEntry, words: Sequence[str]) -> str:
 
 
 def checked_together(entries: Sequence[TierEntry]) -> tuple[TierEntry, ...]:
-    """Raises ValueError where these cannot stand beside one another."""
+    """The entries as they are; raises ValueError where they cannot stand beside one another."""
     if len(entries) > TIERS_MAX:
         raise ValueError(f"{len(entries)} entries; {TIERS_MAX} at most")
     for at, entry in enumerate(entries):

@@ -39,8 +39,12 @@ class HTTPAddress:
         return "127.0.0.1" if self.host == LOCALHOST else self.host
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return shown_host(self.host, self.port)
+
+
+def shown_host(host: str, port: int) -> str:
+    """`host:port`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_host_bytes(raw: object) -> int | None:
@@ -130,8 +134,8 @@ def show_bytes(value: object) -> str:
 
 
 def show_host_bytes(value: object) -> str:
-    """A size in both units."""
-    return f"{format_bytes(value)} ({value} bytes)" if isinstance(value, int) else "auto"
+    """A size in both units, or `auto`."""
+    return "auto" if value is None else show_bytes(value)
 
 
 def show_secret(value: object) -> str:

@@ -91,7 +91,7 @@ def test_the_model_holds_through_a_long_history(
 
     What is cleared goes as slowly as that of a node that holds a million chunks.
     """
-    monkeypatch.setattr(lending_module, "CLEARED_STEPS_MAX", 1 + seed)
+    monkeypatch.setattr(lending_module, "CLEARED_VISITS_MAX", 1 + seed)
     draw = random.Random(seed)
     model = model_type()
     model.begin([draw.randrange(len(SHAPES)) for _ in range(3)], [])

@@ -83,7 +83,7 @@ def test_clear_by_salt_takes_only_what_that_salt_stored(world: World) -> None:
 @pytest.fixture
 def slow_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five steps at once: as slow as where a million chunks are cleared."""
-    monkeypatch.setattr(lending_module, "CLEARED_STEPS_MAX", 5)
+    monkeypatch.setattr(lending_module, "CLEARED_VISITS_MAX", 5)
 
 
 @pytest.mark.usefixtures("slow_clear")

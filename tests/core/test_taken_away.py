@@ -77,7 +77,7 @@ def test_a_chunk_that_was_cleared_and_is_not_gone_yet_is_not_loaded_again(
     tiers: list[FakeTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A neighbour stores it in a place of both; here it is taken away piece by piece."""
-    monkeypatch.setattr(lending_module, "CLEARED_STEPS_MAX", 0)
+    monkeypatch.setattr(lending_module, "CLEARED_VISITS_MAX", 0)
     engine = Engine(World(tiers=tiers[:1])).start()
     records = dict(tiers[0].records)
     assert engine.blocks_held(TAIL) == CHUNK_BLOCKS + 2

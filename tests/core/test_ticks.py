@@ -80,7 +80,7 @@ def test_what_was_cleared_needs_ticks_until_it_is_gone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.store(prompt(*range(4)))
-    monkeypatch.setattr("kvtide.core.lending.CLEARED_STEPS_MAX", 2)
+    monkeypatch.setattr("kvtide.core.lending.CLEARED_VISITS_MAX", 2)
     assert engine.world.clear(None) == 4
     assert is_waiting(engine)
     while engine.world.machine.index.entries:

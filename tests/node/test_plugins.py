@@ -127,7 +127,7 @@ def test_options_of_another_package_are_checked_when_it_is_loaded(tmp_path: Path
 @pytest.mark.usefixtures("example")
 def test_values_for_another_package_are_not_shown_where_it_is_not_loaded(tmp_path: Path) -> None:
     found = read(entry(tmp_path, url=f"x://u:{SECRET}@host"))
-    (shown,) = [one.value for one in found.effective() if one.name == "tiers"]
+    (shown,) = [one.value for one in found.effective if one.name == "tiers"]
     assert shown == "sqlite: path given, bytes_max given, url given"
     assert SECRET not in repr(found)
 

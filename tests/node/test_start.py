@@ -349,7 +349,7 @@ def test_directory_of_somebody_else_is_refused(runtime_dir: Path) -> None:
 def test_file_in_place_of_the_directory_is_refused(runtime_dir: Path) -> None:
     place = runtime_dir / "file"
     place.write_text("")
-    with pytest.raises(ConfigError, match="cannot be used"):
+    with pytest.raises(ConfigError, match="is not a directory: set KVTIDE_RUNTIME_DIR"):
         open_directory(place)
     with pytest.raises(ConfigError, match="cannot be used"):
         open_directory(place / "below")

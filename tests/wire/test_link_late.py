@@ -202,6 +202,7 @@ def test_an_answer_is_waited_for_by_whoever_needs_it(
     match = m.Match(1, 0, 0, [], 0)
     with standing(Places(runtime_dir), make_link) as (owner, link, sock):
         taken: list[m.Message] = []
+        has_returned = threading.Event()
 
         def take(message: m.Message) -> bool:
             if isinstance(message, m.Match):
@@ -210,7 +211,7 @@ def test_an_answer_is_waited_for_by_whoever_needs_it(
 
         def say() -> None:
             sock.sendall(encode(m.Serving()))
-            time.sleep(0.05)
+            has_returned.wait(0.05 if wait_s else WAIT_S_MAX)
             sock.sendall(encode(match))
 
         node = threading.Thread(target=say)
@@ -218,6 +219,7 @@ def test_an_answer_is_waited_for_by_whoever_needs_it(
         began_s = time.monotonic()
         link.read_now(take, wait_s)
         took_s = time.monotonic() - began_s
+        has_returned.set()
         node.join()
         assert took_s < WAIT_S_MAX / 2
         assert taken == ([match] if wait_s else [])

@@ -129,7 +129,7 @@ with socket.socket(socket.AF_UNIX) as sock:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=True
     )
     assert done.stdout.strip() == "b''"
-    assert "of user 65534 was refused a connection" in running_node.log()
+    assert "of user 65534 was refused a connection: this node serves" in running_node.log()
     assert running_node.status()["node"]["pid"] == running_node.pid
 
 

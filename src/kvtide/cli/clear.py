@@ -8,6 +8,7 @@ import click
 
 from kvtide.cli.here import find_places, printable
 from kvtide.core.keys import salt_digest
+from kvtide.node.health import ON
 from kvtide.wire.command import ask
 
 STDIN = "-"
@@ -49,7 +50,7 @@ def _tell(answer: dict[str, Any], of_whom: str) -> None:
     tiers = answer["tiers"]
     counts = [f"{answer['entries']} entries{of_whom}" + (" in memory" if tiers else "")]
     counts += [f"{tier['records']} in {name}" for name, tier in tiers.items()]
-    not_on = {name: tier["state"] for name, tier in tiers.items() if tier["state"] != "on"}
+    not_on = {name: tier["state"] for name, tier in tiers.items() if tier["state"] != ON}
     is_all = not of_whom and not not_on
     click.echo(f"cleared {', '.join(counts)}{', all there were' if is_all else ''}")
     for name, state in not_on.items():

@@ -37,7 +37,7 @@ def show(as_json: bool) -> None:
             "source": one.source,
             "default": one.default,
         }
-        for one in read.effective()
+        for one in read.effective
     ]
     try:
         running = {one["name"]: one for one in ask(places, "config")["settings"]}

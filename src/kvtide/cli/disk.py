@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from kvtide.cli.here import counted
 from kvtide.errors import ConfigError, KVTideError
 from kvtide.tiers.disk.check import Checked, check, listed, segments_of
 from kvtide.tiers.disk.repair import opened
@@ -40,7 +41,7 @@ def show(path: Path) -> None:
     _require_disk(path)
     segments = segments_of(path)
     taken = sum(segments.values())
-    click.echo(f"{path}: {_count(len(segments), 'segment')}, {format_bytes(taken)}")
+    click.echo(f"{path}: {counted(len(segments), 'segment')}, {format_bytes(taken)}")
     for line in _lines(listed(path)):
         click.echo(line)
 
@@ -70,8 +71,8 @@ def _lines(records: Iterable[Checked]) -> Iterator[str]:
     for (fingerprint, layout_name), sums in sorted(found.items(), key=lambda item: -item[1][3]):
         records_, tails, chains, size = sums
         yield (
-            f"fingerprint {fingerprint}…, layout {layout_name}: {_count(records_, 'record')}"
-            f" ({_count(tails, 'tail')}) in {_count(chains, 'chain')}, {format_bytes(size)}"
+            f"fingerprint {fingerprint}…, layout {layout_name}: {counted(records_, 'record')}"
+            f" ({counted(tails, 'tail')}) in {counted(chains, 'chain')}, {format_bytes(size)}"
         )
     if not found:
         yield "no records"
@@ -106,7 +107,7 @@ def check_command(path: Path, repair: bool, from_segment: int) -> None:
             is_interrupted = True
         removed = _finish(found, tier)
     if removed is not None:
-        click.echo(f"removed {_count(removed, 'record')}, what lay behind included")
+        click.echo(f"removed {counted(removed, 'record')}, what lay behind included")
     if is_interrupted:
         raise KVTideError(_how_to_go_on(path, found.at, is_repairing=repair))
     if any(one.record is None or not repair for one in found.faults):
@@ -156,9 +157,9 @@ def _finish(found: _Found, tier: DiskTier | None) -> int | None:
         click.echo(f"segment {one.segment}{at}: {one.fault}")
     if len(found.faults) > FAULTS_SHOWN:
         click.echo(f"… and {len(found.faults) - FAULTS_SHOWN} more")
-    verdict = f"{_count(len(found.faults), 'fault')}" if found.faults else "all proven"
+    verdict = f"{counted(len(found.faults), 'fault')}" if found.faults else "all proven"
     behind = f" from segment {found.first} on" if found.first else ""
-    click.echo(f"{_count(found.count, 'record')}{behind}, {verdict}")
+    click.echo(f"{counted(found.count, 'record')}{behind}, {verdict}")
     keys = [one.record.key for one in found.faults if one.record is not None]
     return tier.remove(keys) if tier is not None and keys else None
 
@@ -172,7 +173,3 @@ def _how_to_go_on(path: Path, segment: int, *, is_repairing: bool) -> str:
         f"interrupted; what is damaged before segment {segment} {done}; go on with:"
         f" {shlex.join(command)}"
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

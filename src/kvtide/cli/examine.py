@@ -42,9 +42,13 @@ from kvtide.wire.places import (
 
 OK, NOTE, WRONG = "ok", "note", "WRONG"
 DISK_BYTES_FEW = 64 * MiB
+"""Less free is a note: a node keeps twice 8 MiB of log."""
 PRESSURE_RATIO_MUCH = 0.10
+"""More of the time spent waiting for memory is a note."""
 LOG_BYTES_READ = 1 * MiB
+"""From the end of the log, in which errors are looked for."""
 RECENT_HOURS = 24
+"""An error is a note for so long; older ones are only counted."""
 _ERROR = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (ERROR|CRITICAL) (.*)$", re.MULTILINE)
 
 
@@ -67,7 +71,7 @@ def everything() -> Iterator[Finding]:
         fault = str(error)
         yield Finding(WRONG, "settings", fault)
     else:
-        changed = [one.name for one in read.effective() if one.source != "default"]
+        changed = [one.name for one in read.effective if one.source != "default"]
         yield Finding(OK, "settings", f"set: {', '.join(changed)}" if changed else "all defaults")
         wanted = read.node.host_bytes
         is_any_version = read.engine.any_engine_version

@@ -1,4 +1,6 @@
-"""Which node the commands speak to: that of this user's runtime directory."""
+"""What commands have in common: the node that they speak to, which is that of this user's runtime
+directory, and how they show what they are told.
+"""
 
 import socket
 from pathlib import Path
@@ -57,3 +59,8 @@ def is_absent(path: Path) -> bool:
 def printable(text: object) -> str:
     """Text that somebody else chose, without what a terminal would obey."""
     return "".join(one if one.isprintable() else "?" for one in str(text))
+
+
+def counted(number: int, what: str) -> str:
+    """So many of these."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from kvtide.cli.here import printable
+from kvtide.cli.here import counted, printable
 from kvtide.metrics import BUCKETS_US
+from kvtide.node.health import ON
 from kvtide.units import format_bytes
 
 TITLE_CHARS = 12
@@ -89,7 +90,7 @@ def _regions(regions: Iterable[Mapping[str, Any]]) -> Iterator[str]:
             states[region["state"]] = states.get(region["state"], 0) + 1
         engines = sorted({printable(engine) for region in own for engine in region["open_to"]})
         yield (
-            f"layout {layout}, {_count(own[0]['shards'], 'shard')}: {len(own)} of"
+            f"layout {layout}, {counted(own[0]['shards'], 'shard')}: {len(own)} of"
             f" {format_bytes(own[0]['bytes'])} ({_listed(states)});"
             f" open to {', '.join(engines) or 'nobody'}"
         )
@@ -103,7 +104,7 @@ def _engines(engines: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         fingerprint = f", fingerprint {engine['fingerprint']}…" if engine["fingerprint"] else ""
         yield (
             f"{printable(engine['engine_id'])}: {engine['state']}, process {pid},"
-            f" {_count(len(engine['workers']), 'worker')}{fingerprint}"
+            f" {counted(len(engine['workers']), 'worker')}{fingerprint}"
         )
         if engine["label"]:
             yield f"  {printable(engine['label'])}"
@@ -174,7 +175,7 @@ def _tier(
     name: str, tier: Mapping[str, Any], counts: Mapping[str, int], uptime_s: int
 ) -> Iterator[str]:
     """One place below the host."""
-    state = "" if tier["state"] == "on" else f"; {printable(tier['state'])}"
+    state = "" if tier["state"] == ON else f"; {printable(tier['state'])}"
     yield (
         f"{format_bytes(tier['bytes_used'])} of {format_bytes(tier['bytes_max'])},"
         f" {tier['records']:,} records, {format_bytes(tier['queued_bytes'])} waiting{state}"
@@ -196,10 +197,6 @@ def _listed(values: Mapping[str, int]) -> str:
     """Values that are not zero, largest first."""
     ordered = sorted(values.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{printable(n)} {value:,}" for n, value in ordered if value) or NOTHING
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def duration(seconds: int) -> str:

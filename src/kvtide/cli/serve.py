@@ -20,7 +20,9 @@ from kvtide.node.build import Way
 from kvtide.node.main import LOG_FORMAT, become_node
 
 LINES_WAITING_MAX = 1_000
+"""Of what nobody reads; later ones are dropped."""
 FLUSH_S_MAX = 1.0
+"""How long the end waits for somebody to read what is left."""
 POLL_S = 0.01
 
 

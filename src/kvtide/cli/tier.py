@@ -87,7 +87,7 @@ def _shown(asked: _Asked, entry: TierEntry) -> str:
 
 
 def _asked(place: str) -> _Asked:
-    """Raises ConfigError."""
+    """What was typed, as something to open; raises ConfigError where it is nothing of the kind."""
     if place.startswith("/"):
         return _Asked(_entry("shared_dir", {"path": place}), "path")
     if "://" in place:
@@ -130,7 +130,7 @@ def _asked_by_url(url: str) -> _Asked:
 
 
 def _path_of(url: str) -> str:
-    """Raises ConfigError where a part of the URL would be dropped."""
+    """The path of a URL; raises ConfigError where a part of the URL would be dropped."""
     scheme, _, rest = url.partition("://")
     if not rest.startswith("/"):
         host = rest.partition("/")[0]

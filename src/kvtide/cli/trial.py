@@ -16,6 +16,7 @@ from kvtide.core.keys import KEY_BYTES, fingerprint, root_key
 from kvtide.core.layout import KVLayout
 from kvtide.core.records import Record, RootName
 from kvtide.errors import KVTideError
+from kvtide.node.health import ON
 from kvtide.tiers.base import (
     Done,
     Found,
@@ -188,4 +189,4 @@ class Trial:
 
     def _state(self) -> str:
         state = self._tier.statistics().state
-        return "" if state == "on" else f"; it says: {state}"
+        return "" if state == ON else f"; it says: {state}"

@@ -74,10 +74,8 @@ def check_identity(identity: m.Identity) -> KVLayout | None:
     """The layout that an identity names; None where it says that the engine is off."""
     _check_text("off_detail", identity.off_detail, TEXT_CHARS_MAX)
     _check_fields(identity.fields)
-    if identity.off_reason and len(identity.fingerprint) not in (0, KEY_BYTES):
-        raise WireError(
-            f"a fingerprint of {len(identity.fingerprint)} bytes; it has {KEY_BYTES}, or none"
-        )
+    if identity.fingerprint or not identity.off_reason:
+        _check_fingerprint(identity.fingerprint)
     if identity.off_reason:
         if identity.off_reason not in list(OffReason):
             raise WireError(
@@ -85,8 +83,6 @@ def check_identity(identity: m.Identity) -> KVLayout | None:
                 f" {', '.join(OffReason)}"
             )
         return None
-    if len(identity.fingerprint) != KEY_BYTES:
-        raise WireError(f"a fingerprint of {len(identity.fingerprint)} bytes; it has {KEY_BYTES}")
     if len(identity.weights) > RANDOM_BYTES_MAX:
         raise WireError(
             f"a weights digest of {len(identity.weights)} bytes; at most {RANDOM_BYTES_MAX} are"
@@ -114,6 +110,11 @@ def check_identity(identity: m.Identity) -> KVLayout | None:
     return KVLayout(block_tokens, chunk_tokens, tuple(identity.cell_bytes))
 
 
+def _check_fingerprint(fingerprint: bytes) -> None:
+    if len(fingerprint) != KEY_BYTES:
+        raise WireError(f"a fingerprint of {len(fingerprint)} bytes; it has {KEY_BYTES}")
+
+
 def _check_cells(cell_bytes: list[int]) -> None:
     for size in cell_bytes:
         if not 0 < size <= CELL_BYTES_MAX or size % CELL_ALIGN_BYTES:
@@ -125,8 +126,7 @@ def _check_cells(cell_bytes: list[int]) -> None:
 
 def check_clear(message: m.Clear) -> None:
     """Judge what an engine takes back."""
-    if len(message.fingerprint) != KEY_BYTES:
-        raise WireError(f"a fingerprint of {len(message.fingerprint)} bytes; it has {KEY_BYTES}")
+    _check_fingerprint(message.fingerprint)
     if len(message.salt_digest) > RANDOM_BYTES_MAX:
         raise WireError(
             f"a salt of {len(message.salt_digest)} bytes; at most {RANDOM_BYTES_MAX} are taken"

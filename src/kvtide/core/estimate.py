@@ -1,10 +1,10 @@
 """Is it quicker to load a chain from a tier, or to compute it? Asked only with clear evidence.
 
 Both are measured where they happen: a tier's rate over the time in which it had something to load,
-an engine's over its steps of many tokens. Rates forget: what was measured counts half after so
-many more measurements. Where loading looks slower by a factor that no noise explains, the chain is
-left alone, and now and then one is loaded all the same, so that a tier which has become quicker is
-seen to be.
+an engine's over its steps of many tokens. Rates forget: what was measured counts half after eleven
+more measurements. Where loading looks slower by a factor that no noise explains, the chain is left
+alone, and now and then one is loaded all the same, so that a tier which has become quicker is seen
+to be.
 
 Many lookups share what is loaded, wait for one another's loads, and load at the same time. So a
 tier's bytes are counted once, and so is its time, whoever waits for it: what it gives to all of

@@ -131,6 +131,11 @@ class Entry:
         return len(self.digests) // INNER_DIGEST_BYTES
 
     @property
+    def bytes(self) -> int:
+        """Bytes of its cells, over all shards."""
+        return self.blocks * self.layout.block_bytes
+
+    @property
     def region(self) -> int:
         """The region of its cells."""
         return self.run.region
@@ -191,21 +196,21 @@ class _Order:
         entry.in_heap = True
         heapq.heappush(self.items, (entry.used_ms, sequence, entry))
 
-    def put_right(self, sequence: Iterator[int], steps_max: int) -> int:
-        """Make the top true: put back what was used since, drop what may not go. Steps taken."""
-        for steps in range(steps_max):
+    def put_right(self, sequence: Iterator[int], count_max: int) -> int:
+        """Make the top true: put back what was used since, drop what may not go; how many were."""
+        for count in range(count_max):
             if not self.items:
-                return steps
+                return count
             used_ms, _, entry = self.items[0]
             if entry.is_evictable and entry.used_ms == used_ms:
-                return steps
+                return count
             heapq.heappop(self.items)
             entry.in_heap = False
             if entry.is_evictable:
                 self.add(entry, next(sequence))
             elif not entry.is_attached:
                 self.dead_count -= 1
-        return steps_max
+        return count_max
 
     def bury(self) -> None:
         """An entry was detached; rebuild a heap that is mostly items of entries already gone."""
@@ -396,7 +401,7 @@ class Index:
             node = node.parent
         if not climbed:
             return 0  # above the deepest, all are whole chunks of one layout
-        return entry.blocks * entry.layout.block_bytes + (climbed - 1) * entry.layout.chunk_bytes
+        return entry.bytes + (climbed - 1) * entry.layout.chunk_bytes
 
     def unlease(self, entry: Entry) -> None:
         """One lease less, or one leased child."""
@@ -410,8 +415,7 @@ class Index:
             climbed += 1
             node = node.parent
         if climbed:
-            self.leased_bytes -= entry.blocks * entry.layout.block_bytes
-            self.leased_bytes -= (climbed - 1) * entry.layout.chunk_bytes
+            self.leased_bytes -= entry.bytes + (climbed - 1) * entry.layout.chunk_bytes
 
     # ---- order of eviction
 
@@ -452,12 +456,12 @@ class Index:
 
     def freshen(self) -> None:
         """Do some of the work of `next_to_evict` ahead, so that no store waits for all of it."""
-        steps_left = FRESHENED_MAX
+        count_left = FRESHENED_MAX
         for number in list(self._orders):
-            if steps_left <= 0:
+            if count_left <= 0:
                 return
             order = self._orders.pop(number)
-            steps_left -= order.put_right(self._sequence, steps_left)
+            count_left -= order.put_right(self._sequence, count_left)
             if order.items:
                 self._orders[number] = order
 

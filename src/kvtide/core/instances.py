@@ -24,10 +24,10 @@ ROOTS_MAX = 1 << 16
 
 GRANT_STEPS_MAX = 4
 """A grant is answered once the step that computes its blocks has ended: it lives T_put, and so
-many times as long as the engine's largest steps take;"""
+many times as long as the engine's largest steps take."""
 GRANT_STEPS_MS_MAX = 120_000
-"""but no longer beyond T_put, which is for steps that nothing is known of: on CPUs one may take a
-minute."""
+"""The most that a grant lives beyond T_put, and what it does where nothing is known of the steps:
+on CPUs one may take a minute."""
 
 
 class Worker:

@@ -175,7 +175,7 @@ class Leases:
                 if kept[node] > 1:
                     break
                 node = node.parent
-        kept_bytes = sum(entry.blocks * entry.layout.block_bytes for entry in kept)
+        kept_bytes = sum(entry.bytes for entry in kept)
         assert self.pinned_bytes == kept_bytes, (self.pinned_bytes, kept_bytes)
         for entry, count in kept.items():
             assert entry.leases == count, (entry.leases, count)

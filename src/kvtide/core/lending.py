@@ -36,14 +36,14 @@ NO_ENGINE = ""
 """Whose grants are those that tiers fill; an engine's id is never empty."""
 
 QUEUE_RATIO = 0.10
-"""B_queue: the part of the host that one engine's grants, or one tier's writes, may take,"""
+"""B_queue: the part of the host that one engine's grants, or one tier's writes, may take."""
 QUEUE_RATIO_MAX = 0.25
-"""and the most, where a step of the engine is larger than that."""
+"""B_queue at most, where a step of the engine is larger than `QUEUE_RATIO` of the host."""
 QUEUES_RATIO_MAX = 0.50
 """What all engines together may be granted: each gets at most half of what the others leave of it,
 so one engine may have its quarter, and any number of hung ones leave something to the next."""
-CLEARED_STEPS_MAX = 10_000
-"""Steps at once of taking cleared entries away, of which each needs two: 15 ms, so that nobody
+CLEARED_VISITS_MAX = 10_000
+"""Visits at once to what is cleared, two for each entry that is taken away: 15 ms, so that nobody
 waits long for an answer."""
 EVICTIONS_MAX = 64
 """Entries evicted for one run at most, so that an offer ends in bounded time."""
@@ -67,7 +67,7 @@ class Grant:
     @property
     def bytes(self) -> int:
         """Bytes lent, over all shards."""
-        return self.entry.blocks * self.entry.layout.block_bytes
+        return self.entry.bytes
 
 
 class Lending:
@@ -163,8 +163,7 @@ class Lending:
         if self._index.find(entry.key) is not None:
             # One key for two places: the engine errs, or the other is cleared and not gone yet.
             return DropReason.NOT_ANCHORED
-        size_bytes = entry.blocks * entry.layout.block_bytes
-        if self.granted_to(instance.engine_id) + size_bytes > self.queue_bytes_max(instance):
+        if self.granted_to(instance.engine_id) + entry.bytes > self.queue_bytes_max(instance):
             return DropReason.QUEUE_FULL
         if not regions:
             return DropReason.NOT_MAPPED
@@ -387,7 +386,7 @@ class Lending:
     def take_cleared_away(self) -> None:
         """Go on with what `clear` left, leaves first, in bounded time."""
         waiting = self.cleared
-        for _ in range(CLEARED_STEPS_MAX):
+        for _ in range(CLEARED_VISITS_MAX):
             if not waiting:
                 return
             node = waiting[-1]

@@ -266,7 +266,7 @@ class Machine:
         return self._parts.clear(salt_digest)
 
     def take_effects(self) -> list[Effect]:
-        """Effects of a call that is not an event (`clear`)."""
+        """What is to be done by now, each effect once; asked for after a call that is no event."""
         effects, self._parts.effects = self._parts.effects, []
         return effects
 

@@ -1,7 +1,7 @@
 """What engines, commands and the node say to each other: plain values, encoded by `kvtide.wire`.
 
 `core.machine` takes these as they are, so the wire has no second set of types and a simulator
-speaks to the machine in its own words. The table of architecture 4a, one class a row.
+speaks to the machine in its own words.
 
 Keys and digests travel as one `bytes`, 32 or 16 bytes after one another.
 """

@@ -70,7 +70,7 @@ class Presence:
         instance.connection = connection
         instance.since_ms = self._parts.now_ms
         instance.are_facts_sent = False
-        self._speaks(connection, instance)
+        self._note_speaker(connection, instance)
         if is_back:  # another scheduler can't know what the one before it planned
             self._parts.lending.lost_with_connection(instance.engine_id, hello.last_grant)
         self._welcome(connection)
@@ -98,7 +98,7 @@ class Presence:
             worker = instance.workers[hello.rank] = Worker(connection, hello)
             instance.are_facts_sent = instance.is_identified = False
         worker.connection = connection
-        self._speaks(connection, worker)
+        self._note_speaker(connection, worker)
         is_ours = hello.node == self._parts.config.node
         mapped, mapping = set(hello.regions_mapped), set(hello.regions_mapping)
         worker.old_regions = set() if is_ours else mapped | mapping
@@ -114,7 +114,8 @@ class Presence:
         if connection in self.peers:
             raise WireError("a second hello on one connection")
 
-    def _speaks(self, connection: int, peer: Instance | Worker) -> None:
+    def _note_speaker(self, connection: int, peer: Instance | Worker) -> None:
+        """Of the connections before this one, the last alone is still known: see `peers`."""
         for number in [number for number, known in self.peers.items() if known is peer][:-1]:
             del self.peers[number]
         self.peers[connection] = peer

@@ -47,9 +47,10 @@ LOAD_MS_MIN = 200
 COMPUTE_MS_MAX = 3_600_000
 """Nobody computes longer; what an engine counts is its own word, and may be anything."""
 SILENCES_MAX = 5
-"""After so many lookups in a row that waited for a tier in vain it is left alone"""
+"""After so many lookups in a row that waited for a tier in vain it is left alone."""
 SILENT_MS = 5_000
-"""for so long, or until a load of it ends: what hangs shall cost a few requests, not all."""
+"""So long a tier is left alone, or until a load of it ends: what hangs shall cost a few requests,
+not all."""
 CALM_MS = 300
 """So long after a load has ended whoever waited for it still has use for each core."""
 PROMOTIONS_MAX = 1024
@@ -233,7 +234,7 @@ class Promotions:
             promotion.todo.clear()
         self._go_back(promotion)
         promotion.waits_for_memory = False
-        ahead_bytes = sum(entry.blocks * entry.layout.block_bytes for entry in promotion.running)
+        ahead_bytes = sum(entry.bytes for entry in promotion.running)
         while promotion.todo and ahead_bytes < READ_AHEAD_BYTES:
             record = promotion.todo.popleft()
             entry = self._entry_of(promotion, record)

@@ -41,7 +41,7 @@ class OffReason(enum.StrEnum):
     NODE_UNREACHABLE = "node_unreachable"
     """no node answers, and none may be started"""
     NODE_ENDS_AT_START = "node_ends_at_start"
-    """three nodes in a row ended within a minute of their start"""
+    """three nodes in a row ended within a minute of their start, and served no engine"""
 
 
 class MissReason(enum.StrEnum):

@@ -33,7 +33,7 @@ class Write:
     def __init__(self, entry: Entry, tier: int) -> None:
         self.entry = entry
         self.tier = tier
-        self.bytes = entry.blocks * entry.layout.block_bytes
+        self.bytes = entry.bytes
 
 
 class Writes:

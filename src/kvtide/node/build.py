@@ -16,7 +16,7 @@ from functools import partial
 
 from kvtide.core.lending import QUEUE_RATIO_MAX
 from kvtide.core.tiering import TierPlan, WritePolicy
-from kvtide.errors import ConfigError, KVTideError
+from kvtide.errors import ConfigError, KVTideError, no_thread
 from kvtide.node.late import LateTier
 from kvtide.node.tiers import CLOSE_S_MAX, close_tiers
 from kvtide.settings import NodeConfig
@@ -127,10 +127,7 @@ class Opening:
         try:
             self._thread.start()
         except RuntimeError as error:
-            self._error = ConfigError(
-                f"no thread could be started for the tier {entry.name} ({error}); raise the limit"
-                " of processes (ulimit -u, pids.max)"
-            )
+            self._error = no_thread(f"the tier {entry.name}", error)
 
     def wait(self) -> Tier | None:
         """The tier, None where it takes too long; what kept it from being opened is raised."""

@@ -12,9 +12,11 @@ Ownership: the node's owner thread.
 from kvtide.tiers.base import LoadOutcome, StoreOutcome, TierStatistics
 
 NO_SUCCESS_MS = 120_000
+"""Bad outcomes alone for so long are no bad luck."""
 LASTS_MS = 60_000
 """A state is told with its age from then on."""
 ON = "on"
+"""The state of a tier with which all is well, here and in its own `TierStatistics`."""
 
 _GOOD_LOADS = (LoadOutcome.LOADED,)
 _GOOD_STORES = (StoreOutcome.STORED, StoreOutcome.HELD)
@@ -28,7 +30,7 @@ _BAD_STORES = (
 )
 
 
-class _Kind:
+class _Jobs:
     """Of all loads of a tier, or of all its stores: whether any has been good lately."""
 
     def __init__(self, noun: str, good: tuple[str, ...], bad: tuple[str, ...]) -> None:
@@ -67,8 +69,8 @@ class Health:
     """Of one tier."""
 
     def __init__(self) -> None:
-        self._loads = _Kind("load", _GOOD_LOADS, _BAD_LOADS)
-        self._stores = _Kind("store", _GOOD_STORES, _BAD_STORES)
+        self._loads = _Jobs("load", _GOOD_LOADS, _BAD_LOADS)
+        self._stores = _Jobs("store", _GOOD_STORES, _BAD_STORES)
         self._off_since_ms: int | None = None
 
     def look(self, numbers: TierStatistics, now_ms: int) -> None:

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -173,7 +172,7 @@ class HTTPPages(ThreadingHTTPServer):
         return json.dumps(self._runtime.status()) + "\n"
 
     @classmethod
-    @contextmanager
+    @contextlib.contextmanager
     def opened(
         cls, config: NodeConfig, runtime: Runtime, loop: asyncio.AbstractEventLoop
     ) -> Iterator[None]:

@@ -51,7 +51,8 @@ LOG_BYTES_MAX = 8 * MiB
 """Weeks of a node's life, and twice as much is nothing to any disk."""
 HOST_BYTES_AUTO_MAX = 64 * GiB
 """More should be meant: it takes minutes to fill, and others may have plans for it."""
-HOST_RATIO_AUTO = 4
+HOST_RATIO_AUTO = 0.25
+"""Of what is available; README.md and docs/configuration.md name it."""
 OOM_SCORE_ADJ = 500
 """When memory runs out, the cache goes before the engine that it serves."""
 SWITCH_INTERVAL_S = 0.0005
@@ -85,7 +86,7 @@ def host_bytes(wanted: int | None, way: Way) -> int:
     if spare < HOST_BYTES_MIN:
         raise NodeError(f"no room for a cache: {there}; free memory, or raise the limit on it")
     if wanted is None:
-        return min(available // HOST_RATIO_AUTO, spare, HOST_BYTES_AUTO_MAX)
+        return min(int(available * HOST_RATIO_AUTO), spare, HOST_BYTES_AUTO_MAX)
     if wanted <= spare:
         return wanted
     text = f"host_bytes asks for {format_bytes(wanted)}, but only {there}"
@@ -114,7 +115,7 @@ def take_lock(places: Places) -> int | None:
         descriptor = os.open(places.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise NodeError(
-            f"the lock {places.lock} cannot be made ({error.strerror}): make room there, or set "
+            f"the lock {places.lock} cannot be made ({reason_of(error)}): make room there, or set "
             "KVTIDE_RUNTIME_DIR to another directory"
         ) from error
     for _ in range(LOCK_TRIES):
@@ -144,7 +145,7 @@ def prepare_process() -> None:
 
 def linger_ms(config: settings.Config, way: Way) -> int:
     """How long the machine may be without engines; 0: for ever."""
-    is_set = any(e.name == "linger_s" and e.source != "default" for e in config.effective())
+    is_set = any(e.name == "linger_s" and e.source != "default" for e in config.effective)
     if way is Way.FOREGROUND and not is_set:
         return 0
     return max(1, int(config.node.linger_s * 1000))  # 0 s: as soon as the last one has left
@@ -154,7 +155,7 @@ def shown_settings(config: settings.Config, way: Way) -> list[dict[str, str]]:
     """The node's own settings as they hold, for status and for engines to compare."""
     shown = [
         {"name": e.name, "value": e.value, "owner": e.owner, "source": e.source}
-        for e in config.effective()
+        for e in config.effective
         if e.owner == "node"
     ]
     if not linger_ms(config, way):

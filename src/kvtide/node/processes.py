@@ -14,8 +14,9 @@ into the memory that it shares with the node anyway.
 import os
 from pathlib import Path
 
-UNSEEN = 0
-"""The number of a process in a namespace that is not below ours."""
+from kvtide.errors import reason_of
+from kvtide.wire.peer import UNSEEN
+
 DEAD = -1
 
 
@@ -27,7 +28,7 @@ def pidfd_fault(pidfd: int, peer_pid: int, proc: Path = Path("/proc")) -> str:
     try:
         text = (proc / f"self/fdinfo/{pidfd}").read_text(encoding="ascii")
     except OSError as error:
-        return f"a hello's descriptor cannot be looked at: {error.strerror}"
+        return f"a hello's descriptor cannot be looked at: {reason_of(error)}"
     fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
     if "Pid" not in fields:
         return "the descriptor of a hello is no pidfd"

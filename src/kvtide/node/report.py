@@ -2,9 +2,9 @@
 
 Answered from the machine's own state and the engines' counts. Salts and keys never appear.
 
-Neither looks at each entry: `numbers` is read by a scraper every few seconds, and an engine waits
-for its answers meanwhile. What is counted by entry is counted by the index as it goes; the rest
-follows from regions, grants, leases and the chains that these keep.
+`status` and `numbers` look at no entry by itself: a scraper reads the latter every few seconds,
+and an engine waits for its answers meanwhile. What is counted by entry is counted by the index as
+it goes; the rest follows from regions, grants, leases and the chains that these keep.
 """
 
 import dataclasses
@@ -147,7 +147,7 @@ def _bytes(machine: Machine) -> dict[str, Any]:
         for region in regions
     )
     storing = _storing_bytes(machine)
-    loose = sum(map(_size_bytes, lending.loose))
+    loose = sum(entry.bytes for entry in lending.loose)
     counts = leases.counts()
     return {
         "size_bytes": machine.host.size_bytes,
@@ -169,7 +169,7 @@ def _bytes(machine: Machine) -> dict[str, Any]:
 
 def _storing_bytes(machine: Machine) -> int:
     """Bytes of entries that are not held yet: those with a grant, and the copied behind them."""
-    return sum(map(_size_bytes, _storing(machine)))
+    return sum(entry.bytes for entry in _storing(machine))
 
 
 def _storing(machine: Machine) -> Iterator[Entry]:
@@ -186,20 +186,16 @@ def _evictable_bytes(machine: Machine, held_bytes: int) -> int:
     index, lending = machine.index, machine.lending
     not_held = itertools.chain(lending.loose, _storing(machine))
     kept_bytes = index.leased_bytes
-    kept_bytes -= sum(_size_bytes(entry) for entry in not_held if entry.leases)
+    kept_bytes -= sum(entry.bytes for entry in not_held if entry.leases)
     seen: set[Entry] = set()
     keepers: list[Entry | Root | None] = [g.entry.parent for g in lending.grants.values()]
     keepers += [*machine.writes.pinned(), *machine.promotions.pinned()]
     for node in keepers:
         while isinstance(node, Entry) and not node.leases and node not in seen:
             seen.add(node)
-            kept_bytes += _size_bytes(node) if node.is_held else 0
+            kept_bytes += node.bytes if node.is_held else 0
             node = node.parent
     return held_bytes - kept_bytes
-
-
-def _size_bytes(entry: Entry) -> int:
-    return entry.blocks * entry.layout.block_bytes
 
 
 def _region_state(is_ready: bool, is_leaving: bool) -> str:

@@ -37,6 +37,7 @@ from kvtide.node.processes import pidfd_fault
 from kvtide.node.report import add_left, config_values, numbers, status
 from kvtide.node.tiers import Tiers
 from kvtide.tiers.base import Tier
+from kvtide.wire.frames import close_all
 from kvtide.wire.places import Places
 from kvtide.wire.server import Connection, Server
 
@@ -50,7 +51,9 @@ wakes takes a processor from an engine that computes on all of them."""
 FRESH_PULSES = 3_600
 """Every so many pulses, an hour: files in use are marked as such."""
 STOP_S_MAX = 4.0
+"""Of T_stop: so long the end waits for memory to be freed; tiers have the rest."""
 NAME_CHARS_SHOWN = 64
+"""Of a command that nobody knows: who sends it chose the name."""
 FIRST_ENGINE_S = 60.0
 """A node that no engine has come to yet waits at least this long for the one that started it."""
 
@@ -231,8 +234,7 @@ class Runtime:
                 self._feed(fx.Received(connection.number, message))
                 self._watch_once(connection.number)
             case _:
-                for descriptor in descriptors:
-                    os.close(descriptor)
+                close_all(descriptors)
                 self._feed(fx.Received(connection.number, message))
 
     def _on_closed(self, number: int) -> None:

@@ -1,11 +1,12 @@
 """When an engine starts a node: not too often, and not for ever.
 
-absent ─► start at once ─► it dies ─► start after 1 s, 2 s, 4 s … 60 s
-three in a row that end within a minute of their start: give up, and say where the log is
-stopped on purpose: start nothing, join a node that somebody else starts
+    absent ─► start at once ─► it dies ─► start after 1 s, 2 s, 4 s … 60 s
+    three in a row that end within a minute, and served nobody: give up, and say where the log is
+    stopped on purpose: start nothing, join a node that somebody else starts
 
-Who is connected hears of the purpose; who is not finds a file that the node leaves, and that the
-next one takes away. It holds for those that lived then: a later engine starts a node.
+An engine that is connected is told that the node is stopped on purpose; one that is not finds a
+file that the node leaves, and that the next one takes away. Either counts for engines that lived
+then: a later one starts a node.
 
 A start that only has to wait is no short life: while another node holds the lock (it ends, or
 hangs), or where there is no memory to spare.
@@ -84,6 +85,10 @@ class NodeStarter:
             self.error = f"{error}: {words.strip()}" if words else str(error)
             self._ended(now_s)
 
+    def served(self) -> None:
+        """An engine is served: what ends from now on does not die of its start."""
+        self.short_lives = 0
+
     def dead(self, now_s: float) -> None:
         """The node that served us has died."""
         if self._started_s is None:
@@ -131,7 +136,10 @@ class NodeStarter:
             return ""  # the node looks, too
         if spare >= HOST_BYTES_MIN:
             return ""
-        return f"no node is started: {format_bytes(max(0, spare))} of memory are to spare"
+        return (
+            f"no node is started: {format_bytes(max(0, spare))} of memory are to spare, a cache"
+            f" takes {format_bytes(HOST_BYTES_MIN)} at least; free some, or raise the limit on it"
+        )
 
     def _pause(self, now_s: float) -> None:
         self._pause_s = min(max(PAUSE_S_FIRST, self._pause_s * 2), PAUSE_S_MAX)

@@ -45,10 +45,11 @@ TierEffect: TypeAlias = JobEffect | fx.ClearTiers
 Job: TypeAlias = LookupJob | LoadJob | StoreJob
 
 HEALTH_MS = 5_000
+"""Between two looks at what a tier says of itself: `Health` thinks in minutes."""
 CLOSE_S_MAX = 3.0
 """Of T_stop: so long a tier may take, at its end, for what is being written."""
 CLOSE_LATE_S_MAX = 1.5
-"""And so much longer before it is left behind."""
+"""So much longer than `CLOSE_S_MAX` a tier that does not close is waited for, then left behind."""
 
 
 class _Account:

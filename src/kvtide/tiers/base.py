@@ -32,27 +32,44 @@ class LoadOutcome(enum.StrEnum):
     """How a load ended; the cells hold the record's bytes only if it was LOADED."""
 
     LOADED = "loaded"
-    ABSENT = "absent"  # evicted meanwhile, cleared, or never there
-    CORRUPT = "corrupt"  # not what was asked for, or unreadable while others are; it is removed
-    FAILED = "failed"  # the place did not give it
-    BROKEN = "broken"  # the breaker is open: it was not tried
-    NOT_OPEN = "not_open"  # the place is not open yet, or could not be opened
-    CLOSED = "closed"  # the tier is being closed
+    """each byte came, and was verified"""
+    ABSENT = "absent"
+    """evicted meanwhile, cleared, or never there"""
+    CORRUPT = "corrupt"
+    """not what was asked for, or unreadable while others are; it is removed"""
+    FAILED = "failed"
+    """the place did not give it"""
+    BROKEN = "broken"
+    """the breaker is open: it was not tried"""
+    NOT_OPEN = "not_open"
+    """the place is not open yet, or could not be opened"""
+    CLOSED = "closed"
+    """the tier is being closed"""
 
 
 class StoreOutcome(enum.StrEnum):
     """How a store ended. STORED and HELD: its blocks are there."""
 
     STORED = "stored"
-    HELD = "held"  # it was there already, or a longer record that begins with all its blocks
-    NOT_ANCHORED = "not_anchored"  # its parent is not there, or was dropped ahead of it
-    QUEUE_FULL = "queue_full"  # too many bytes wait
-    TOO_OLD = "too_old"  # it waited for T_put
-    NO_ROOM = "no_room"  # nothing could be evicted for it, or the place is full
-    FAILED = "failed"  # the place did not take it, or has other content of this name
-    BROKEN = "broken"  # the breaker is open: it was not tried
-    NOT_OPEN = "not_open"  # the place is not open yet, or could not be opened
-    CLOSED = "closed"  # the tier is being closed
+    """it is there now"""
+    HELD = "held"
+    """it was there already, or a longer record that begins with all its blocks"""
+    NOT_ANCHORED = "not_anchored"
+    """its parent is not there, or was dropped ahead of it"""
+    QUEUE_FULL = "queue_full"
+    """too many bytes wait"""
+    TOO_OLD = "too_old"
+    """it waited for T_put"""
+    NO_ROOM = "no_room"
+    """nothing could be evicted for it, or the place is full"""
+    FAILED = "failed"
+    """the place did not take it, or has other content of this name"""
+    BROKEN = "broken"
+    """the breaker is open: it was not tried"""
+    NOT_OPEN = "not_open"
+    """the place is not open yet, or could not be opened"""
+    CLOSED = "closed"
+    """the tier is being closed"""
 
     @property
     def is_kept(self) -> bool:

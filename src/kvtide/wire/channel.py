@@ -25,7 +25,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvtide.core.messages import Message
 from kvtide.errors import WireError
-from kvtide.wire.frames import RECEIVE_BYTES, FrameReader, Outbox, encode, receive
+from kvtide.wire.frames import (
+    RECEIVE_BYTES,
+    FrameReader,
+    Outbox,
+    close_all,
+    encode,
+    receive,
+)
 
 logger = logging.getLogger("kvtide.wire")
 
@@ -45,11 +52,11 @@ class Channel:
         self._poll: select.epoll | None = None
         self._watched = 0
         """The events of the socket that wake the link's thread."""
-        self._is_left = False
-        """Others read what comes."""
+        self._others_read = False
         self._reading = threading.Lock()
         self._reader: FrameReader | None = None
         self._left: deque[tuple[Message, list[int]]] = deque()
+        """What others have read, and was not for them."""
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when the link's thread shall look around; -1 at the end."""
 
@@ -66,9 +73,9 @@ class Channel:
         return not self._outbox
 
     @property
-    def is_left(self) -> bool:
-        """Others than the link's thread read what comes."""
-        return self._is_left
+    def others_read(self) -> bool:
+        """Whether the link's thread leaves what comes to others, who read it."""
+        return self._others_read
 
     def send_all(self, messages: Sequence[Message]) -> int:
         """Send in one piece, which wakes the node once; how many, from the first, can be sent."""
@@ -89,11 +96,11 @@ class Channel:
                 self._wake()
         return taken
 
-    def leave_reading(self, is_left: bool) -> None:
+    def leave_reading(self, others_read: bool) -> None:
         """Say whether the caller's thread reads what comes next, by `read_now`, and soon."""
-        if is_left != self._is_left:
+        if others_read != self._others_read:
             with self._lock:
-                self._is_left = is_left
+                self._others_read = others_read
                 self._watch()
 
     def read_now(self, take: Callable[[Message], bool], wait_s: float = 0.0) -> None:
@@ -165,7 +172,7 @@ class Channel:
 
     def _watch(self) -> None:
         """Under the lock: what there is to do at the socket wakes the link's thread."""
-        events = 0 if self._is_left else select.EPOLLIN
+        events = 0 if self._others_read else select.EPOLLIN
         if self._outbox:
             events |= select.EPOLLOUT
         if self._poll is not None and self._sock is not None and events != self._watched:
@@ -201,7 +208,7 @@ class Channel:
             with self._reading:
                 self._reader = reader
             with self._lock:
-                self._poll, self._watched, self._is_left = poll, 0, False
+                self._poll, self._watched, self._others_read = poll, 0, False
             try:
                 yield poll
             finally:
@@ -250,7 +257,6 @@ class Channel:
             self._sock = self._reader = None
             self._outbox.close()
             while self._left:
-                for descriptor in self._left.popleft()[1]:
-                    os.close(descriptor)
+                close_all(self._left.popleft()[1])
             reader.close()
             sock.close()

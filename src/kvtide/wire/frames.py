@@ -18,7 +18,7 @@ import socket
 import struct
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import get_args
 
 import msgspec
@@ -96,7 +96,7 @@ class FrameReader:
             length, kind, count = _HEAD.unpack_from(self._data)
             if not 2 <= length <= FRAME_BYTES_MAX:
                 raise WireError(
-                    f"a frame of {length} bytes; at most {FRAME_BYTES_MAX} are allowed"
+                    f"a frame of {length} bytes; at least 2, at most {FRAME_BYTES_MAX} are allowed"
                 )
             if kind >= len(_KINDS) or count != _DESCRIPTORS.get(_KINDS[kind], 0):
                 raise WireError(
@@ -140,12 +140,17 @@ def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(content[: len(content) // _INT_BYTES * _INT_BYTES])
     if flags & socket.MSG_CTRUNC:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        close_all(descriptors)
         raise WireError(
             f"more descriptors came at once than a frame may carry; at most {DESCRIPTORS_MAX}"
         )
     return data, list(descriptors)
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close what nobody takes over."""
+    for number in descriptors:
+        os.close(number)
 
 
 class Outbox:
@@ -183,8 +188,7 @@ class Outbox:
             self._waiting_bytes -= sent
             while sent:
                 frame, descriptors = self._frames.popleft()
-                for number in descriptors:
-                    os.close(number)
+                close_all(descriptors)
                 if sent < len(frame):
                     self._frames.appendleft((frame[sent:], []))
                     break
@@ -200,8 +204,7 @@ class Outbox:
     def close(self) -> None:
         """Drop everything that waits."""
         while self._frames:
-            for number in self._frames.popleft()[1]:
-                os.close(number)
+            close_all(self._frames.popleft()[1])
         self._waiting_bytes = 0
 
 
@@ -212,7 +215,6 @@ def _duplicates(descriptors: list[int]) -> list[int]:
         for number in descriptors:
             copies.append(os.dup(number))  # noqa: PERF401 - what there is must be closed
     except OSError:
-        for number in copies:
-            os.close(number)
+        close_all(copies)
         raise
     return copies

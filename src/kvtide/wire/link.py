@@ -22,6 +22,7 @@ Ownership
 """
 
 import contextlib
+import enum
 import logging
 import os
 import select
@@ -57,6 +58,18 @@ ENDING_S_MAX = T_STOP_S
 """T_stop: a node that has closed its connections is dead by then, or hangs."""
 FAREWELL_S_MAX = 2.0
 """How long an ending link tries to get its good-bye through to a node that lives."""
+
+
+class _Outcome(enum.Enum):
+    """What became of one attempt to have a connection."""
+
+    UP = enum.auto()
+    """The node took it; it has ended since."""
+    REFUSED = enum.auto()
+    LOST = enum.auto()
+    """Somebody listens, and it came to nothing."""
+    ABSENT = enum.auto()
+    """Nobody listens."""
 
 
 class LinkOwner(Protocol):
@@ -132,12 +145,12 @@ class Link:
         """Send in one piece, which wakes the node once; how many, from the first, can be sent."""
         return self._channel.send_all(messages)
 
-    def leave_reading(self, is_left: bool) -> None:
+    def leave_reading(self, others_read: bool) -> None:
         """Say whether the caller's thread reads what comes next, by `read_now`, and soon.
 
         Until the next pulse at most: it may have no time.
         """
-        self._channel.leave_reading(is_left)
+        self._channel.leave_reading(others_read)
 
     def read_now(self, take: Callable[[Message], bool], wait_s: float = 0.0) -> None:
         """Read answers in the caller's thread; see `Channel.read_now`."""
@@ -168,27 +181,28 @@ class Link:
         while not self._stop.is_set():
             began_s = time.monotonic()
             outcome = self._attempt()
-            if outcome == "up" and time.monotonic() - began_s >= RETRY_S_MAX:
+            if outcome is _Outcome.UP and time.monotonic() - began_s >= RETRY_S_MAX:
                 retry_s = SEEK_S
                 self._fault = ""
-            elif outcome == "refused":
+            elif outcome is _Outcome.REFUSED:
                 retry_s = REFUSED_S
-            elif outcome == "absent":
+            elif outcome is _Outcome.ABSENT:
                 retry_s = SEEK_S if not self.stopped_on_purpose else HEARTBEAT_S
-            if self._is_node_gone() and outcome == "absent" and not self._stop.is_set():
+            is_absent = self._is_node_gone() and outcome is _Outcome.ABSENT
+            if is_absent and not self._stop.is_set():
                 self._call(self._owner.on_absent)
             self._stop.wait(retry_s)
             retry_s = min(retry_s * 2, RETRY_S_MAX)
         self._call(self._say_farewell)
         self._forget_node()
 
-    def _attempt(self) -> str:
+    def _attempt(self) -> _Outcome:
         """A session, whatever goes wrong in it: a fault costs this attempt, never the thread."""
         try:
             return self._session()
         except Exception as error:  # no descriptors, no memory
             self._note_fault(error)
-            return "lost"
+            return _Outcome.LOST
 
     def _note_fault(self, error: Exception) -> None:
         """Count what ended a session or kept it from beginning; the same is said once."""
@@ -199,8 +213,8 @@ class Link:
                 "kvtide: the connection to the node is given up, and made anew", exc_info=error
             )
 
-    def _connected(self) -> socket.socket | str:
-        """A socket that leads to a node of our own user; or the outcome: "absent" or "lost"."""
+    def _connected(self) -> socket.socket | _Outcome:
+        """A socket that leads to a node of our own user; or why there is none: ABSENT or LOST."""
         with contextlib.ExitStack() as failed:
             sock = failed.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             sock.settimeout(HEARTBEAT_S)
@@ -209,18 +223,18 @@ class Link:
                 check_own(sock)
             except WireError as error:
                 logger.warning("kvtide: %s", error)
-                return "lost"
+                return _Outcome.LOST
             except OSError as error:
                 # A node that is stopped listens all the same, until its queue is full.
                 is_there = isinstance(error, BlockingIOError | TimeoutError)
-                return "lost" if is_there else "absent"
+                return _Outcome.LOST if is_there else _Outcome.ABSENT
             failed.pop_all()
             return sock
 
-    def _session(self) -> str:
-        """One connection from beginning to end: "absent", "refused", "lost", or "up"."""
+    def _session(self) -> _Outcome:
+        """One connection from beginning to end."""
         sock = self._connected()
-        if isinstance(sock, str):
+        if isinstance(sock, _Outcome):
             return sock
         reader = FrameReader()
         was_up = False
@@ -228,9 +242,9 @@ class Link:
             greeted = self._greet(sock, reader)
             if isinstance(greeted, Refused):
                 self._owner.on_refused(greeted)
-                return "refused"
+                return _Outcome.REFUSED
             if greeted is None:
-                return "lost"
+                return _Outcome.LOST
             was_up = True
             self._owner.on_up(greeted)
             self._serve(sock, reader)
@@ -242,7 +256,7 @@ class Link:
             self._channel.end(sock, reader)
             if was_up and self._owes_bye:
                 self._ended()
-        return "up" if was_up else "lost"
+        return _Outcome.UP if was_up else _Outcome.LOST
 
     def _call(self, callback: Callable[..., None], **arguments: bool) -> None:
         """A callback outside a session; what it raises ends nothing."""
@@ -314,7 +328,7 @@ class Link:
                 if ready.get(sock.fileno(), 0) & ~select.EPOLLOUT:
                     channel.take_arrived(self._take)
                 elif self._node_pidfd in ready:
-                    if not channel.is_left:  # dead, and everything it said has been read
+                    if not channel.others_read:  # dead, and everything it said has been read
                         channel.take_left(self._take)
                         return
                     channel.leave_reading(False)

@@ -1,4 +1,5 @@
-"""Who is at the other end of a unix socket, as the kernel saw it when that end began to listen."""
+"""Who is at the other end of a unix socket, as the kernel saw it when that end began to listen, or
+connected."""
 
 import os
 import socket

@@ -1,5 +1,6 @@
 """Where a node can be found: the names in a runtime directory, and who may use it."""
 
+import contextlib
 import os
 import stat
 import time
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtide.core.messages import WIRE_VERSION
-from kvtide.errors import ConfigError
+from kvtide.errors import ConfigError, reason_of
 
 SOCKET_PATH_BYTES_MAX = 107
 """What `sockaddr_un` holds, less its closing zero."""
@@ -47,11 +48,12 @@ def open_directory(directory: Path) -> Places:
     link is refused: somebody else may have made it, in a directory that is open to all.
     """
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # by something else: it is looked at below
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.lstat()
     except OSError as error:
         raise ConfigError(
-            f"the runtime directory {directory} cannot be used ({error.strerror}): "
+            f"the runtime directory {directory} cannot be used ({reason_of(error)}): "
             "set KVTIDE_RUNTIME_DIR to a directory of yours"
         ) from error
     if stat.S_ISLNK(found.st_mode):
@@ -60,7 +62,10 @@ def open_directory(directory: Path) -> Places:
             "directory itself"
         )
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"the runtime directory {directory} is not a directory")
+        raise ConfigError(
+            f"the runtime directory {directory} is not a directory: set KVTIDE_RUNTIME_DIR to one "
+            "of yours"
+        )
     if found.st_uid != os.getuid():
         raise ConfigError(
             f"the runtime directory {directory} belongs to user {found.st_uid}, not to "
@@ -68,9 +73,8 @@ def open_directory(directory: Path) -> Places:
         )
     if found.st_mode & 0o077:
         below = f"set KVTIDE_RUNTIME_DIR to a directory below it, such as {directory}/kvtide"
-        or_close = (
-            "" if found.st_mode & stat.S_ISVTX else ", or chmod 700 it"
-        )  # /tmp is everybody's
+        is_for_all = found.st_mode & stat.S_ISVTX  # as /tmp, which must stay so
+        or_close = "" if is_for_all else ", or chmod 700 it"
         raise ConfigError(
             f"the runtime directory {directory} is open to others "
             f"(mode {stat.S_IMODE(found.st_mode):o}): {below}{or_close}"

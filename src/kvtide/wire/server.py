@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtide.core.messages import Bye, Message
-from kvtide.errors import WireError
-from kvtide.wire.frames import FrameReader, Outbox, encode, receive
-from kvtide.wire.peer import peer_of
+from kvtide.errors import WireError, reason_of
+from kvtide.wire.frames import FrameReader, Outbox, close_all, encode, receive
+from kvtide.wire.peer import Peer, peer_of
 from kvtide.wire.places import check_socket_path
 
 CONNECTIONS_MAX = 4096
@@ -81,20 +81,30 @@ class Server:
             return
         except OSError as error:
             # It would be ready at once again: the loop must not spin, nor the log fill.
-            self._on_refused(f"a connection could not be accepted: {error.strerror}")
+            self._on_refused(f"a connection could not be accepted: {reason_of(error)}")
             self._loop.remove_reader(self._listener)
             self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
             return
         sock.setblocking(False)
         peer = peer_of(sock)
-        if peer.uid != os.getuid() or len(self._connections) >= CONNECTIONS_MAX:
-            self._on_refused(f"process {peer.pid} of user {peer.uid} was refused a connection")
+        if fault := self._refusal(peer):
+            self._on_refused(
+                f"process {peer.pid} of user {peer.uid} was refused a connection: {fault}"
+            )
             sock.close()
             return
         connection = Connection(self._next_number, sock, peer.pid)
         self._next_number += 1
         self._connections[connection.number] = connection
         self._loop.add_reader(sock, self._readable, connection)
+
+    def _refusal(self, peer: Peer) -> str:
+        """Why this peer gets no connection; empty where it does."""
+        if peer.uid != os.getuid():
+            return f"this node serves user {os.getuid()} alone; start one of that user's"
+        if len(self._connections) >= CONNECTIONS_MAX:
+            return f"{CONNECTIONS_MAX} are open, as many as are taken; end engines"
+        return ""
 
     def _accept_again(self) -> None:
         if self._listener is not None:
@@ -104,12 +114,12 @@ class Server:
         try:
             data, descriptors = receive(connection.sock)
             if not data:
-                _close_all(descriptors)
+                close_all(descriptors)
                 self.drop(connection.number)
                 return
             for message, own in connection.reader.feed(data, descriptors):
                 if connection.is_closing and not isinstance(message, Bye):
-                    _close_all(own)
+                    close_all(own)
                 else:
                     self._on_message(connection, message, own)
         except BlockingIOError:
@@ -218,16 +228,11 @@ def _says_bye(connection: Connection) -> bool:
         connection.sock.shutdown(socket.SHUT_RD)
         while True:
             for message, own in connection.reader.feed(data, descriptors):
-                _close_all(own)
+                close_all(own)
                 if isinstance(message, Bye):
                     return True
             data, descriptors = receive(connection.sock)
             if not data:
-                _close_all(descriptors)
+                close_all(descriptors)
                 break
     return False
-
-
-def _close_all(descriptors: list[int]) -> None:
-    for number in descriptors:
-        os.close(number)

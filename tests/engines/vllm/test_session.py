@@ -179,7 +179,7 @@ def test_salts_are_cleared_as_soon_as_there_is_a_connection(
         return is_connected
 
     monkeypatch.setattr(session._link, "send", send)
-    session._claimed = bytes(32)
+    session._last_sent = bytes(32)
     session.clear({b"one"})
     session.on_pulse()
     assert not sent
@@ -202,7 +202,7 @@ def test_a_clear_is_said_again_where_its_connection_ends_before_the_answer(
         return True
 
     monkeypatch.setattr(session._link, "send", send)
-    session._claimed = bytes(32)
+    session._last_sent = bytes(32)
     session.on_up(WELCOME)
     session.clear({b"one", b"two"})
     first, second = sent

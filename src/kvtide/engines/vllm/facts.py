@@ -32,7 +32,7 @@ from kvtide.movers.base import PagePlace
 
 PLAIN_KINDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 PLAIN_DTYPES = frozenset({"float16", "bfloat16", "float32"})
-"""Kinds of attention and KV that are tested: the same as `support` allows."""
+"""Kinds of attention and of KV that are tested; `support` goes by them too."""
 
 EQUAL_IN_ALL_RANKS = ("worker.device", "worker.isa")
 """Facts that no parallelism makes different; the others are equal in the ranks of one shard."""

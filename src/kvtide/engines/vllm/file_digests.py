@@ -149,7 +149,7 @@ def has_other_snapshot(directory: Path, since_ns: int) -> bool:
     return any(ref.stat().st_mtime_ns > since_ns for ref in refs)
 
 
-def claimed_digest(path: Path) -> bytes | None:
+def promised_digest(path: Path) -> bytes | None:
     """The SHA-256 that the name of a blob promises; small files' names promise another digest."""
     blob = blob_of(path)
     return bytes.fromhex(blob.name) if blob and _SHA256_NAME.fullmatch(blob.name) else None

@@ -3,7 +3,7 @@
     engine_fields(...)      scheduler role: what the configuration says, once, for all ranks
     facts.worker_facts(...) each worker: what only it can see (strides, backend, processor)
     weights.WeightsDigest   the bytes of the weights, in the background
-    ── joined by the connector, with `chunk_tokens` and our format version ──► fingerprint
+    ── joined by `session`, with `chunk_tokens` and our format version ──► fingerprint
 
 A field is named `section.name`; the sections are listed at the end of this file. What does not
 count stands in `left_out`, everything else does. What has no plain value makes the whole identity

@@ -63,9 +63,8 @@ def plain(value: object, name: str, depth: int = 0) -> FieldValue:
     if dataclasses.is_dataclass(value):
         parts = {"class": type(value).__qualname__, **config_fields(value, ())}
         return _plain_mapping(parts, name, depth)
-    if hasattr(value, "uuid") and callable(
-        value.uuid
-    ):  # compiler passes: a digest of their source
+    # Of compiler passes: a digest of their source.
+    if hasattr(value, "uuid") and callable(value.uuid):
         return plain(value.uuid(), name, depth + 1)
     raise FieldUnknown(f"{name} holds a {type(value).__name__}, which has no plain value")
 

@@ -40,6 +40,7 @@ from kvtide.settings import EngineConfig
 logger = logging.getLogger("vllm.kvtide")
 
 EPOCH_BYTES = 16
+"""Random: no two resets, of any engine, are ever the same."""
 
 
 class SchedulerSide:

@@ -3,9 +3,9 @@
     worker facts (through the node) + engine fields + weights digest ─► fingerprint ─► Identity
     ─► Serving ─► a new `Session`, which the hooks see
 
-Everything here runs on the link's thread and only hands over: `session` is replaced as a whole,
-answers go into a queue that the hooks drain. So the scheduler's thread never waits for the node,
-nor, since it reads answers itself, for the link's thread.
+What the node says is handled on the link's thread, which only hands over: `session` is replaced as
+a whole, answers go into a queue that the hooks drain. So the scheduler's thread never waits for
+the node, nor, since it reads answers itself, for the link's thread.
 
 Ownership
     session, off          written by the link's thread, read by the scheduler's; whole objects
@@ -34,6 +34,7 @@ from kvtide.engines.vllm.facts import agreed_facts
 from kvtide.engines.vllm.weights import Hashing, Known, WeightsDigest
 from kvtide.node.supervise import NodeStarter
 from kvtide.units import format_bytes
+from kvtide.wire.frames import close_all
 from kvtide.wire.link import Link
 from kvtide.wire.places import Places
 
@@ -107,7 +108,7 @@ class EngineSession:
         self._facts: m.Workers | None = None
         self._welcome: m.Welcome | None = None
         self._sent = b""  # the fingerprint last said on this connection; b"" where we are off
-        self._claimed = b""  # the one last said on any
+        self._last_sent = b""  # the one last said on any
         self._said_off: OffReason | None = None  # on this connection, after the fingerprint
         self._said_digests: tuple[bytes, ...] | None = None
         self._line = ""
@@ -151,9 +152,9 @@ class EngineSession:
         self._link.leave_reading(True)
         return self._link.send(question)
 
-    def leave_reading(self, is_left: bool) -> None:
+    def leave_reading(self, others_read: bool) -> None:
         """Whether the next step reads what comes; else the link's thread does."""
-        self._link.leave_reading(is_left)
+        self._link.leave_reading(others_read)
 
     def _take_answer(self, message: m.Message) -> bool:
         """Take an answer in; False for anything else."""
@@ -213,7 +214,7 @@ class EngineSession:
         """What was stored for these salts (digests) may be wrong: nobody shall find it. Any thread
         may call this; it is said now, and on each new connection until the node has answered."""
         with self._arrived:
-            self._uncleared |= {m.Clear(self._claimed, salt): None for salt in sorted(salts)}
+            self._uncleared |= {m.Clear(self._last_sent, salt): None for salt in sorted(salts)}
         self._send_clears()
 
     def _send_clears(self) -> None:
@@ -278,7 +279,7 @@ class EngineSession:
             self._link.send(self._message(b"", b"", {}, [], self._identity.off))
 
     def _warn_of_settings(self, welcome: m.Welcome) -> None:
-        for shown in self._config.effective():
+        for shown in self._config.effective:
             theirs = welcome.settings.get(shown.name)
             if shown.source != "default" and theirs is not None and theirs != shown.value:
                 self._say(
@@ -288,8 +289,7 @@ class EngineSession:
 
     def on_message(self, message: m.Message, descriptors: list[int]) -> None:
         """Answers are handed over; what concerns our identity is handled here."""
-        for descriptor in descriptors:
-            os.close(descriptor)
+        close_all(descriptors)
         match message:
             case m.Match() | m.Pending() | m.StoreAnswer():
                 self._answered(message)
@@ -381,7 +381,7 @@ class EngineSession:
         if isinstance(fields, Off):
             self._identify_as_off(facts, fields)
             return
-        self._sent = self._claimed = fingerprint(fields)
+        self._sent = self._last_sent = fingerprint(fields)
         self._said_off = None
         shown = {name: _shown(field) for name, field in fields.items()}
         identity = self._message(self._sent, b"".join(digests), shown, facts.cell_bytes, None)
@@ -451,7 +451,7 @@ class EngineSession:
         if welcome is None or not value:
             return
         self.off = None
-        self._starter.short_lives = 0
+        self._starter.served()
         self.session = Session(value)
         self._say(
             f"kvtide on: node {welcome.pid}, host {format_bytes(welcome.host_bytes)}, "

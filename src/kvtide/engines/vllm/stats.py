@@ -64,7 +64,7 @@ class KVTidePromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters: dict[str, tuple[Metric, Any]] = {}
         for metric in METRICS:
-            if metric.kind == "counter" and not metric.is_nodes:
+            if metric.kind == "counter" and not metric.is_of_node:
                 labels = [*labelnames, *metric.labels]
                 name = f"vllm:{metric.name.removesuffix('_total')}"
                 counter = self._counter_cls(name, metric.doc, labelnames=labels)

@@ -15,26 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import vllm
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVQuantMode,
-    MLAAttentionSpec,
-    iter_layer_specs,
-)
+from vllm.v1.kv_cache_interface import KVQuantMode, iter_layer_specs
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvtide.core.keys import encode
 from kvtide.core.reasons import Off, OffReason
+from kvtide.engines.vllm.facts import PLAIN_DTYPES, PLAIN_KINDS
 from kvtide.engines.vllm.model_fields import hf_fields, local_directory, model_module
 from kvtide.engines.vllm.plain import FieldUnknown, plain
 from kvtide.engines.vllm.versions import TESTED, is_tested
 from kvtide.engines.vllm.weights import DummyWeights, LocalWeights, Weights, weight_files
 from kvtide.settings import EngineConfig
-
-_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
-_TORCH_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _READS_OTHER_FILES = (
     "secondary_weights",
@@ -102,9 +94,9 @@ def _groups(vllm_config: Any, kv_cache_config: Any) -> Off | None:
     if groups[0].host_resident or not groups[0].enable_kv_transfer:
         return Off(OffReason.GROUPS, "vLLM keeps this KV cache from being moved")
     for spec in iter_layer_specs(groups[0].kv_cache_spec):
-        kind = type(spec)
-        if kind not in (FullAttentionSpec, MLAAttentionSpec):
-            return Off(OffReason.GROUPS, f"{kind.__name__} is not plain attention")
+        kind = type(spec).__name__
+        if kind not in PLAIN_KINDS:
+            return Off(OffReason.GROUPS, f"{kind} is not plain attention")
         if spec.non_causal or getattr(spec, "non_causal_multi_token_decode", False):
             return Off(OffReason.GROUPS, "the model's attention is not causal")
         if spec.tokens_per_state != 1:
@@ -132,12 +124,12 @@ def _parallel(config: Any) -> Off | None:
 def _quantised(vllm_config: Any, kv_cache_config: Any) -> Off | None:
     """Unquantised KV has no scales; where this ends, how they come must become a field."""
     name = vllm_config.cache_config.cache_dtype
-    if name not in _CACHE_DTYPES:
+    if name != "auto" and name not in PLAIN_DTYPES:
         return Off(OffReason.QUANTISED_CACHE, f"kv_cache_dtype {name} is not tested")
     for group in kv_cache_config.kv_cache_groups:
         for spec in iter_layer_specs(group.kv_cache_spec):
-            if spec.kv_quant_mode != KVQuantMode.NONE or spec.dtype not in _TORCH_DTYPES:
-                stored = plain(spec.dtype, "dtype")
+            stored = plain(spec.dtype, "dtype")
+            if spec.kv_quant_mode != KVQuantMode.NONE or stored not in PLAIN_DTYPES:
                 return Off(OffReason.QUANTISED_CACHE, f"KV is stored as {stored}, not tested")
     return None
 

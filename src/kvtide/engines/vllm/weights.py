@@ -47,12 +47,13 @@ from kvtide.engines.vllm.file_digests import (
     FileDigests,
     FileIdentity,
     ReadStopped,
-    claimed_digest,
     directory_may_be_another,
     file_may_be_another,
     is_written_behind_link,
     lower_priority,
+    promised_digest,
 )
+from kvtide.errors import reason_of
 from kvtide.processors import leave_binding
 from kvtide.units import format_bytes
 
@@ -167,11 +168,11 @@ def process_began_ns() -> int:
 
 @dataclass(slots=True)
 class _File:
-    """One weight file: `claimed` is what its name says, `digest` what reading it said."""
+    """One weight file: `promised` is what its name says, `digest` what reading it said."""
 
     path: Path
     identity: FileIdentity
-    claimed: bytes | None
+    promised: bytes | None
     digest: bytes | None
     is_believed: bool
     """Its name counts before it is read."""
@@ -179,7 +180,7 @@ class _File:
     @property
     def counting(self) -> bytes | None:
         """The digest that counts now."""
-        return self.claimed if self.digest is None and self.is_believed else self.digest
+        return self.promised if self.digest is None and self.is_believed else self.digest
 
 
 class WeightsDigest:
@@ -213,7 +214,7 @@ class WeightsDigest:
         self._files: tuple[_File, ...] = ()
         self._queue: deque[_File] = deque()
         self._state: Known | Off | None = None
-        self._idle = False
+        self._is_idle = False
         self.is_verified = False
         """Every file was read and holds what its name says: what is Known stays so."""
         self._began_s = 0.0
@@ -245,7 +246,7 @@ class WeightsDigest:
         """Wait until the digest is known, or until every file has been read as well."""
         with self._lock:
             self._lock.wait_for(
-                lambda: self._idle or (self._state is not None and not verified), timeout_s
+                lambda: self._is_idle or (self._state is not None and not verified), timeout_s
             )
         return self.poll()
 
@@ -308,9 +309,9 @@ class WeightsDigest:
         files = []
         for path in paths:
             identity = FileIdentity.of(path)
-            claimed = claimed_digest(path)
-            is_believed = claimed is not None and self._is_believable(path, identity)
-            file = _File(path, identity, claimed, self._digests.find(identity), is_believed)
+            promised = promised_digest(path)
+            is_believed = promised is not None and self._is_believable(path, identity)
+            file = _File(path, identity, promised, self._digests.find(identity), is_believed)
             if self._too_new(file, identity):
                 return Off(OffReason.WEIGHTS_CHANGE, _TOO_NEW.format(path=path))
             files.append(file)
@@ -320,7 +321,7 @@ class WeightsDigest:
 
     def _is_moved(self, directory: Path, files: Sequence[_File]) -> bool:
         """Whether the engine may have loaded what another directory holds."""
-        since_ns, are_blobs = self._unchanged_since_ns, [f.claimed is not None for f in files]
+        since_ns, are_blobs = self._unchanged_since_ns, [f.promised is not None for f in files]
         return since_ns is not None and directory_may_be_another(
             directory, since_ns, is_of_blobs=all(are_blobs)
         )
@@ -339,7 +340,7 @@ class WeightsDigest:
             return True
         since_ns = self._unchanged_since_ns
         return (
-            file.claimed is None
+            file.promised is None
             and since_ns is not None
             and file_may_be_another(file.path, identity, since_ns)
         )
@@ -367,7 +368,7 @@ class WeightsDigest:
         except OSError as error:
             # A name that was believed and cannot be verified may be a lie.
             reason = OffReason.WEIGHTS_CHANGE if file.is_believed else OffReason.FIELD_UNKNOWN
-            self._fail(reason, f"weights: {file.path}: {error.strerror}")
+            self._fail(reason, f"weights: {file.path}: {reason_of(error)}")
             return
         if self._too_new(file, identity):
             self._fail(OffReason.WEIGHTS_CHANGE, _TOO_NEW.format(path=file.path))
@@ -404,9 +405,9 @@ class WeightsDigest:
 
     def _rest(self) -> None:
         with self._lock:
-            self._idle = True
+            self._is_idle = True
             self._lock.notify_all()
 
 
 def _lies(file: _File) -> bool:
-    return None not in (file.claimed, file.digest) and file.claimed != file.digest
+    return None not in (file.promised, file.digest) and file.promised != file.digest

@@ -37,6 +37,7 @@ from kvtide.memory.region import MappedRegion
 from kvtide.metrics import Counters
 from kvtide.movers.base import CellPlace, Mover
 from kvtide.processors import processors_of_process, use_processors
+from kvtide.wire.frames import close_all
 from kvtide.wire.link import Link
 from kvtide.wire.places import Places
 
@@ -49,7 +50,9 @@ IDLE_WAIT_S = 0.005
 PREFILL_TOKENS_MIN = 128
 """A step of so many tokens is taken for a prefill, and its time tells how quick those are."""
 LEAVE_S_MAX = 5.0
+"""How long the link waits until regions of a node that is gone are unmapped: copies end first."""
 MOVERS_MAX = 2
+"""Two reach what memory gives (`movers.host`); more would only take processors from the engine."""
 SPLIT_BYTES = 4 << 20
 """A load of more than twice this is copied by two threads."""
 
@@ -327,8 +330,7 @@ class WorkerSide:
             elif isinstance(message, m.RegionLeave):
                 self._regions.leave(message.region)
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_all(descriptors)
 
     def on_down(self, *, node_is_dead: bool) -> None:
         """Mappings outlive a connection, not a node."""

@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvtide.errors import ConfigError, bare
+from kvtide.errors import bare, no_thread
 from kvtide.tiers.disk.directory import Directory
 from kvtide.tiers.disk.ops import (
     ClearOp,
@@ -99,10 +99,7 @@ class Workers:
                 thread.start()
             except RuntimeError as error:
                 self.stop(START_S_MAX)
-                raise ConfigError(
-                    f"disk {self._directory.path}: no thread could be started ({error}); raise the"
-                    " limit of processes (ulimit -u, pids.max)"
-                ) from error
+                raise no_thread(f"disk {self._directory.path}", error) from error
             self._threads.append(thread)
 
     # ---- for the owner

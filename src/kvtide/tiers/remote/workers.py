@@ -25,7 +25,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from kvtide.codec.record import WRITE_ID_BYTES
 from kvtide.core.records import Record
-from kvtide.errors import ConfigError, PlaceFailed
+from kvtide.errors import PlaceFailed, no_thread
 from kvtide.tiers.base import LoadJob, LoadOutcome, LookupJob, StoreJob, StoreOutcome
 from kvtide.tiers.pending import Pending
 from kvtide.tiers.remote.session import Put, Session
@@ -154,10 +154,7 @@ class Workers:
                 thread.start()
             except RuntimeError as error:
                 self.stop(1.0)
-                raise ConfigError(
-                    f"{self._name}: no thread could be started ({error}); raise the limit of"
-                    " processes (ulimit -u, pids.max)"
-                ) from error
+                raise no_thread(self._name, error) from error
             self._threads.append(thread)
 
     # ---- for the owner

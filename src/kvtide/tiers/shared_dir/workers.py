@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvtide.errors import ConfigError, bare
+from kvtide.errors import bare, no_thread
 from kvtide.tiers.shared_dir.ops import (
     ClearOp,
     Ended,
@@ -75,10 +75,7 @@ class Workers:
             except RuntimeError as error:
                 self._end_thread()
                 self.stop(START_S_MAX)
-                raise ConfigError(
-                    f"no thread could be started for a shared_dir ({error}); raise the limit of"
-                    " processes (ulimit -u, pids.max)"
-                ) from error
+                raise no_thread("a shared_dir", error) from error
             self._threads.append(thread)
 
     # ---- for the owner
