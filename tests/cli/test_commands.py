@@ -53,8 +53,15 @@ def test_table_of_commands_says_what_they_say(run: Run, name: str) -> None:
 
 def test_unknown_commands_and_options_are_mistakes_of_usage(run: Run) -> None:
     assert run("nonsense").exit_code == 2
+    assert "No such command 'statu'. Did you mean 'status'?" in run("statu").output
     assert run("status", "--nonsense").exit_code == 2
     assert run("logs", "-n", "-1").exit_code == 2
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_lists_of_commands_are_not_cut_short(run: Run, name: str) -> None:
+    for line in run(name, "--help").output.splitlines():
+        assert not line.endswith("...") or line.startswith("Usage: "), line
 
 
 def test_help_is_there_at_once() -> None:

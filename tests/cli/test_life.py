@@ -129,7 +129,10 @@ def test_serve_runs_until_ctrl_c(new_node: StartNode, runtime_dir: Path) -> None
 
 def test_serve_beside_a_running_node_is_one_line(run: Run, running_node: NodeProcess) -> None:
     line = one_line(run("serve"))
-    assert line == f"Error: a node is running already, in {running_node.places.directory}"
+    assert line == (
+        f"Error: a node is running already, in {running_node.places.directory}:"
+        " `kvtide status` shows it, `kvtide stop` ends it"
+    )
 
 
 def test_serve_with_too_much_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,6 +231,9 @@ def _running(places: Places, status: dict[str, Any]) -> Iterator[Finding]:
             )
         else:
             yield Finding(OK, name, f"{engine['state']}, process {engine['pid']}")
+    for tier, statistics in status["tiers"].items():
+        verdict = OK if statistics["is_healthy"] else NOTE
+        yield Finding(verdict, f"tier {tier}", statistics["state"])
 
 
 def log(places: Places) -> Iterator[Finding]:
