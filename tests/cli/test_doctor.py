@@ -209,6 +209,7 @@ def test_socket_of_a_killed_node_is_wrong_until_the_next_starts(
     result = doctor()
     assert result.exit_code == 1
     assert "no node is running in" in line(result, "node")
+    assert line(result, "node").endswith("A socket is left: the last one was killed")
 
 
 def test_node_of_another_version_is_a_note(

@@ -235,6 +235,25 @@ def test_logs_without_a_log_says_so(run: Run) -> None:
     assert "there is no log at" in one_line(run("logs"))
 
 
+def test_logs_that_waits_for_a_log_says_so(runtime_dir: Path) -> None:
+    environment = os.environ | {"KVTIDE_RUNTIME_DIR": str(runtime_dir)}
+    with (
+        subprocess.Popen(
+            [*KVTIDE, "logs", "-f"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        ) as child,
+        ended(child),
+    ):
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert "yet; waiting for one, until Ctrl-C" in child.stderr.readline()
+        (runtime_dir / "node-1.log").write_text("first\n")
+        assert child.stdout.readline() == "first\n"
+
+
 def test_logs_follows_through_a_rotation(runtime_dir: Path) -> None:
     log = runtime_dir / "node-1.log"
     log.write_text("first\n")

@@ -200,7 +200,10 @@ def node(places: Places) -> tuple[list[Finding], dict[str, Any] | None]:
         status = ask(places, "status")
         found += _running(places, status)
     except (NodeError, NodeUnreachable, WireError) as error:
-        found.append(Finding(WRONG, "node", f"{error}. If it hangs, kill it: engines serve on"))
+        is_left = str(error) == no_node(places)
+        left = "A socket is left: the last one was killed"
+        hint = left if is_left else "If it hangs, kill it: engines serve on"
+        found.append(Finding(WRONG, "node", f"{error}. {hint}"))
         return found, None
     return found, status
 
