@@ -259,6 +259,18 @@ def test_a_tier_that_does_not_work_is_a_note_with_what_it_says(
     assert found()["tier disk"] == Finding(OK, "tier disk", "on")
 
 
+def test_what_tries_a_tier_of_the_settings_is_told_where_no_node_has_it(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page opens none, so it does not say that all is well."""
+    monkeypatch.setenv("KVTIDE_DISK_PATH", "/proc/nowhere")
+    monkeypatch.setenv("KVTIDE_DISK_BYTES_MAX", "1GiB")
+    said = line(doctor(), "tier disk")
+    assert said.startswith("note  tier disk")
+    assert "path /proc/nowhere" in said
+    assert said.endswith("`kvtide tier test disk` tries it")
+
+
 def test_broken_state_is_wrong(running_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     real = examine.ask
 

@@ -61,6 +61,7 @@ def everything() -> Iterator[Finding]:
     yield from kernel()
     yield from limits()
     wanted, fault, is_any_version = None, "", False
+    read: config.Config | None = None
     try:
         read = config.read()
     except ConfigError as error:
@@ -86,6 +87,10 @@ def everything() -> Iterator[Finding]:
             found, status = node(places)
             yield from found
             yield from log(places)
+    if read is not None and status is None:  # else the node has said how its own are
+        for entry in read.node.places:
+            text = f"{entry.shown}; not looked at here: `kvtide tier test {entry.name}` tries it"
+            yield Finding(NOTE, f"tier {entry.name}", text)
     yield from memory(wanted, status)
 
 
