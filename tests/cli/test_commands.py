@@ -175,7 +175,7 @@ def test_status_is_a_page_for_people(run: Run, running_node: NodeProcess) -> Non
         f"node        process {running_node.pid}, kvtide {kvtide.__version__}, up",
         str(running_node.places.directory),
         "host        64 MiB at most",
-        "2 chunks, 1 tails, 0 being stored",
+        "2 chunks, 1 tail, 0 being stored",
         "1 shard: ",
         "open to one",
         "one: on, process",

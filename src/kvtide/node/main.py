@@ -259,8 +259,8 @@ def become_node(way: Way) -> int:
         NodeRunning: there is one already.
     """
     config = settings.read()
+    check_socket_path(Places(config.runtime_dir).socket)
     places = open_directory(config.runtime_dir)
-    check_socket_path(places.socket)
     if take_lock(places) is None:  # else the descriptor stays open for as long as we live
         raise NodeRunning(f"a node is running already, in {places.directory}")
     if way is Way.LAUNCHED:

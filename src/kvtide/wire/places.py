@@ -1,5 +1,6 @@
 """Where a node can be found: the names in a runtime directory, and who may use it."""
 
+import contextlib
 import os
 import stat
 import time
@@ -47,7 +48,8 @@ def open_directory(directory: Path) -> Places:
     link is refused: somebody else may have made it, in a directory that is open to all.
     """
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # what is there is looked at below
+            directory.mkdir(mode=0o700, parents=True)
         found = directory.lstat()
     except OSError as error:
         raise ConfigError(
@@ -60,7 +62,9 @@ def open_directory(directory: Path) -> Places:
             "directory itself"
         )
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"the runtime directory {directory} is not a directory")
+        raise ConfigError(
+            f"the runtime directory {directory} is no directory: set KVTIDE_RUNTIME_DIR to one"
+        )
     if found.st_uid != os.getuid():
         raise ConfigError(
             f"the runtime directory {directory} belongs to user {found.st_uid}, not to "
