@@ -289,7 +289,7 @@ def test_clear_takes_one_salts(
         result = run("clear")
     else:
         result = run("clear", "--salt", "-", typed="mine" + "\r\n" * ("end" in way))
-    assert result.output == "cleared 1 entries of this salt\n"
+    assert result.output == "cleared 1 entry of this salt\n"
     assert running_node.status()["entries"]["chunks"] == 2
     assert salted.load(make_tokens(64, seed=1)) == Loaded(4, 4)
     assert "mine" not in running_node.log()
@@ -300,7 +300,7 @@ def test_clear_of_the_empty_salt_takes_those_without(
     run: Run, salted: FakeEngine, running_node: NodeProcess
 ) -> None:
     result = run("clear", "--salt", "")
-    assert result.output == "cleared 1 entries of requests without a salt\n"
+    assert result.output == "cleared 1 entry of requests without a salt\n"
     assert running_node.status()["entries"]["chunks"] == 2
     salted.close()
 
@@ -314,7 +314,7 @@ def test_clear_with_an_empty_variable_clears_nothing(
     assert result.exit_code == 2
     assert "KVTIDE_SALT is empty: unset it to clear everything" in result.output
     assert running_node.status()["entries"]["chunks"] == 3
-    assert run("clear", "--salt", "").output == "cleared 1 entries of requests without a salt\n"
+    assert run("clear", "--salt", "").output == "cleared 1 entry of requests without a salt\n"
     salted.close()
 
 

@@ -113,7 +113,7 @@ def test_serve_runs_until_ctrl_c(new_node: StartNode, runtime_dir: Path) -> None
         assert child.stderr is not None
         first = child.stderr.readline()
         assert f"serves at {node.places.socket}, host memory up to 64 MiB" in first
-        assert "64 MiB of host memory are little" in child.stderr.readline()
+        assert "64 MiB of host memory is little" in child.stderr.readline()
         with FakeEngine(node.places, "one") as engine:
             engine.keep(TOKENS)
             assert engine.load(TOKENS) == Loaded(10, 10)

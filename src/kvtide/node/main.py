@@ -218,7 +218,7 @@ async def serve(config: settings.Config, places: Places, way: Way) -> int:
         format_bytes(size_bytes),
     )
     if small := smallness(size_bytes):
-        logger.info("%s of host memory are little: %s", format_bytes(size_bytes), small)
+        logger.info("%s of host memory is little: %s", format_bytes(size_bytes), small)
     with _pages(config, runtime, loop):
         return await runtime.run()
 
