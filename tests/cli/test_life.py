@@ -82,7 +82,7 @@ def test_stop_of_a_node_that_takes_nobody_in_says_so(run: Run, runtime_dir: Path
             peer.setblocking(False)
             with suppress(BlockingIOError):
                 peer.connect(hung.getsockname())
-        assert "does not answer; its log is" in one_line(run("stop"))
+        assert "does not answer; `kvtide logs` shows its log" in one_line(run("stop"))
 
 
 # ---- serve
@@ -214,6 +214,9 @@ def test_logs_of_a_node_in_the_foreground_says_where_they_are(
         node.wait_answer()
         where = f"node {child.pid} runs in the foreground and logs to its standard error, {place}"
         assert where in one_line(run("logs"))
+        child.send_signal(signal.SIGSTOP)
+        assert where in one_line(run("logs")), "of one that does not answer, too"
+        child.send_signal(signal.SIGCONT)
         node.places.log.write_text("older\n")
         result = run("logs")
         assert (result.exit_code, result.stdout) == (0, "older\n")
