@@ -5,7 +5,7 @@
 PYTHON := .venv/bin/python
 
 help:
-	@echo 'make setup   create .venv with vLLM for CPUs, kvtide, and the models (once, about two minutes)'
+	@echo 'make setup   create .venv with vLLM for CPUs, kvtide, and the models (once, two to three minutes)'
 	@echo 'make demo    show a prefix computed by one engine and used by another'
 	@echo 'make check   format, lint, types, tidy and quick tests'
 	@echo 'make test    check, then the long tests and those with a real vLLM (longest: scripts/soak)'

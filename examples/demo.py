@@ -236,7 +236,8 @@ def table(asked: Sequence[Asked]) -> tuple[str, bool]:
     """The result, and whether all is as it should be."""
     by_place = {(one.document, one.stage): one for one in asked}
     lines = [
-        f"{'text':<15} {'KV cache from':<29} {'prompt':>7} {'kvtide':>7} {'first token':>11} "
+        f"{'text':<15} {'KV cache from':<29} {'prompt':>7} {'from kvtide':>11} "
+        f"{'first token':>11} "
         f"{'speed-up':>8}  answer as from own cache"
     ]
     is_good = True
@@ -250,7 +251,7 @@ def table(asked: Sequence[Asked]) -> tuple[str, bool]:
                 is_good = is_good and is_equal and one.kvtide_tokens > 0
             lines.append(
                 f"{document.title if stage is Stage.COLD else '':<15} {stage.value:<29} "
-                f"{one.answer.prompt_tokens:>7,} {one.kvtide_tokens:>7,} "
+                f"{one.answer.prompt_tokens:>7,} {one.kvtide_tokens:>11,} "
                 f"{one.answer.ttft_ms:>8,.0f} ms {cold.ttft_ms / one.answer.ttft_ms:>7.1f}×  "
                 f"{'' if stage in (Stage.COLD, Stage.OWN) else 'equal' if is_equal else 'differs'}"
             )

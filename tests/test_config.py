@@ -189,6 +189,17 @@ def test_an_unusable_value_is_refused_with_place_value_and_what_to_give(
         ("linger_s", "soon", "linger_s to 'soon': not a number of seconds; give seconds, 0 or"),
         ("host_bytes", "lots", "host_bytes to 'lots': not a size; give `auto`, or a size such"),
         ("disk_bytes_max", "9G", "disk_bytes_max to '9G': ambiguous; write GiB (binary) or GB"),
+        (
+            "http_address",
+            "node:80",
+            "http_address to 'node:80': an IP address is wanted, or local",
+        ),
+        (
+            "http_address",
+            "[::x]:9",
+            "http_address to '[::x]:9': an IP address is wanted, or local",
+        ),
+        ("http_address", "[::1]:70000", "http_address to '[::1]:70000': no port is above 65535; "),
     ],
 )
 def test_a_value_is_told_once_and_in_words_of_ours(
@@ -239,6 +250,20 @@ def test_every_key_with_a_letter_left_out_names_the_right_one_in_all_places(
         read(tmp_path, f"\n{typo}: 1\n")
 
 
+@pytest.mark.parametrize("key", config.KEYS, ids=lambda key: key.name)
+def test_a_key_written_as_in_another_place_is_refused_and_named(
+    tmp_path: Path, key: config.Key
+) -> None:
+    """Of the extra config what begins with our name is ours, though its prefix is another's."""
+    for written in (key.name.upper(), key.variable, f"kvtide.{key.name}", f"KVTide-{key.name}"):
+        with pytest.raises(ConfigError, match=f"line 1.*did you mean {key.name}\\?"):
+            read(tmp_path, f"{written}: 1\n")
+    (tmp_path / "kvtide.yaml").unlink()
+    for written in (key.variable, f"kvtide_{key.name}", f"KVTIDE.{key.name}"):
+        with pytest.raises(ConfigError, match=f"{written} .*did you mean kvtide.{key.name}\\?"):
+            read(tmp_path, extra={written: 1})
+
+
 def test_a_name_like_no_other_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"known are kvtide.host_bytes, "):
         read(tmp_path, extra={"kvtide.zzz": 1})
@@ -262,7 +287,7 @@ def test_a_key_written_wrongly_in_extra_config_is_not_ignored(tmp_path: Path, na
 
 def test_a_token_without_an_address_is_a_contradiction(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"environment KVTIDE_HTTP_TOKEN.*http_address"
+        ConfigError, match=r"environment KVTIDE_HTTP_TOKEN.*http_address is not set"
     ) as caught:
         read(tmp_path, KVTIDE_HTTP_TOKEN=TOKEN)
     assert TOKEN not in str(caught.value)
@@ -290,6 +315,7 @@ def test_a_secret_appears_in_no_text(tmp_path: Path) -> None:
         ("linger_s: !!python/object/apply:os.getcwd []\n", "line 1 is not YAML"),
         ("{a: 1}: 2\n", "is not a setting"),
         ("host_bytes: [1\n", "is not YAML"),
+        ("http_address: [::1]:9470\n", r'quotes around a value .*"\[::1\]:9470"'),
         ("linger_s: \x00", "cannot be read"),
     ],
 )

@@ -1,6 +1,7 @@
 """The setting `tiers`, and the one disk that is given in short."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,8 @@ def test_a_part_of_a_disk_is_refused(tmp_path: Path, name: str) -> None:
         ({"path": "file://mnt/x"}, "path 'file://mnt/x' of a tier of type disk: a URL, not a"),
         (
             {"bytes_max": "lots"},
-            "bytes_max 'lots' of a tier of type disk: not a size; give a size, or `auto`$",
+            "bytes_max 'lots' of a tier of type disk: not a size; give a size such as 2TiB,"
+            " or `auto`$",
         ),
         ({"write": "back"}, "write 'back' of a tier of type disk"),
         ({"name": "Fast disk"}, "name 'Fast disk' of a tier of type disk: not a word"),
@@ -84,6 +86,13 @@ def test_a_tier_that_cannot_be_meant_is_refused(
 def test_what_is_no_list_of_tiers_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="KVTIDE_TIERS sets tiers "):
         read(tmp_path, KVTIDE_TIERS=text)
+
+
+def test_who_writes_yaml_in_the_environment_is_shown_json_that_works(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a list in YAML nor one in JSON") as raised:
+        read(tmp_path, KVTIDE_TIERS="[{type: disk, path: /mnt/nvme, bytes_max: 2TiB}]")
+    (shown,) = re.findall(r"environment JSON: `(.*)`$", str(raised.value))
+    assert [one.type for one in read(tmp_path, KVTIDE_TIERS=shown).node.places] == ["disk"]
 
 
 @pytest.mark.parametrize(
@@ -113,13 +122,15 @@ def test_several_tiers_stand_in_their_order_and_have_names_of_their_own(tmp_path
     beside = shared | {"path": DISK["path"]}
     with pytest.raises(ConfigError, match=r"tiers .disk. and .shared_dir. have one path; a disk"):
         read(tmp_path, KVTIDE_TIERS=json.dumps([DISK, beside]))
+    with pytest.raises(ConfigError, match=r"tiers .disk. and .slow. have one path; a disk"):
+        read(tmp_path, KVTIDE_TIERS=json.dumps([DISK, slow | {"path": DISK["path"]}]))
     with pytest.raises(ConfigError, match="9 entries; 8 at most"):
         read(tmp_path, KVTIDE_TIERS=json.dumps([DISK | {"name": f"n{n}"} for n in range(9)]))
 
 
 def test_long_tiers_are_shown_in_short(tmp_path: Path) -> None:
     """Engines are told a node's settings, and take no text without end."""
-    entries = [DISK | {"name": f"n{n}", "path": "/" + "x" * 4000} for n in range(8)]
+    entries = [DISK | {"name": f"n{n}", "path": f"/{n}" + "x" * 4000} for n in range(8)]
     found = read(tmp_path, KVTIDE_TIERS=json.dumps(entries))
     (shown,) = [one.value for one in found.effective if one.name == "tiers"]
     assert len(shown) < TEXT_CHARS_MAX

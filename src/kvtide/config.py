@@ -57,6 +57,8 @@ _SERVICE_LINK = re.compile(
 values of exactly this kind are nobody's settings, nor misspelt ones."""
 
 EXTRA_PREFIX = "kvtide."
+_OTHER_PLACES = re.compile(r"^kvtide[._-]*")
+"""What a name begins with that is written as in another place, once it is in small letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +177,8 @@ def _check_together(values: Mapping[str, object], last: Mapping[str, _Given]) ->
     """Refuse settings that contradict each other, or need another one."""
     if values["http_token"] is not None and values["http_address"] is None:
         raise ConfigError(
-            f"{last['http_token'].source} sets http_token, but http_address is off, so nothing"
-            " would ask for it; set http_address too, or neither"
+            f"{last['http_token'].source} sets http_token, but http_address is not set, so"
+            " nothing would ask for it; set http_address too, or neither"
         )
     in_short = [name for name in DISK_KEYS if name in last]
     if "tiers" in last and in_short:
@@ -226,7 +228,7 @@ def _given(
 
 
 def _nearest(name: str, written: Callable[[Key], str]) -> str:
-    near = difflib.get_close_matches(name, _BY_NAME, n=1)
+    near = difflib.get_close_matches(_OTHER_PLACES.sub("", name.lower()), _BY_NAME, n=1)
     if near:
         return f"did you mean {written(_BY_NAME[near[0]])}?"
     return "known are " + ", ".join(written(key) for key in KEYS)
@@ -298,7 +300,10 @@ def _yaml_items(path: Path) -> list[tuple[str, object, int]]:
         ]
     except yaml.MarkedYAMLError as error:  # its text would quote the line, which may hold a secret
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line} is not YAML: {error.problem}; {hint}") from None
+        raise ConfigError(
+            f"{path}{line} is not YAML: {error.problem}; {hint}, with quotes around a value with"
+            ' brackets, such as "[::1]:9470"'
+        ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = reason_of(error) if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"{path} cannot be read: {reason}; correct or remove it") from None
@@ -328,7 +333,7 @@ def _from_extra(extra: Mapping[str, object]) -> Iterator[_Given | ConfigError]:
         source = f"extra config {name}"
         if name in _BY_NAME:
             yield ConfigError(f"{source} is not a setting; did you mean {EXTRA_PREFIX}{name}?")
-        elif name.startswith(EXTRA_PREFIX) or name == EXTRA_PREFIX.rstrip("."):
+        elif _OTHER_PLACES.match(name.lower()):  # ours, though it may be written wrongly
             yield _given(
                 name.removeprefix(EXTRA_PREFIX),
                 raw,

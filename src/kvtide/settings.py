@@ -170,8 +170,8 @@ KEYS = (
         default=None,
         parse=tier_values.parse_tiers,
         owner="node",
-        accepts="a list, such as `[{type: disk, path: /mnt/nvme/kvtide, bytes_max: 2TiB}]`; JSON"
-        " in the environment",
+        accepts="a list, such as `[{type: disk, path: /mnt/nvme/kvtide, bytes_max: 2TiB}]`; in the"
+        ' environment JSON: `[{"type": "disk", "path": "/mnt/nvme/kvtide", "bytes_max": "2TiB"}]`',
         doc="The places below host memory, in the order in which they are asked, nearest first;"
         " [Tiers](#tiers) says what an entry of each type may name. One disk alone may be given by"
         " `disk_path` and the other `disk_…` settings instead; giving both is an error.",

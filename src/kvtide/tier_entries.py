@@ -26,8 +26,8 @@ SHOWN_CHARS_MAX = 400
 WRITE = ("through", "on_reuse", "on_eviction")
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 """Of a tier: a word that may be a label of metrics."""
-_NOT_IN_ONE = {"disk", "shared_dir"}
-"""Types of which no two different ones may have the same path."""
+_IN_DIRECTORIES = {"disk", "shared_dir"}
+"""Types that have a path, which none shares with a disk."""
 
 REQUIRED = object()
 """In place of a default: the option has to be given."""
@@ -170,8 +170,9 @@ def checked_together(entries: Sequence[TierEntry]) -> tuple[TierEntry, ...]:
         for other in entries[:at]:
             if entry.name == other.name:
                 raise ValueError(f"two tiers are named {entry.name!r}; give one of them a `name`")
-            is_one = {entry.type, other.type} == _NOT_IN_ONE
-            if is_one and entry.options["path"] == other.options["path"]:
+            types = {entry.type, other.type}
+            has_disk = "disk" in types and types <= _IN_DIRECTORIES
+            if has_disk and entry.options["path"] == other.options["path"]:
                 raise ValueError(
                     f"the tiers {other.name!r} and {entry.name!r} have one path; a disk has its"
                     " directory alone: give each of them its own"

@@ -75,7 +75,7 @@ DISK = (
     Option(
         "bytes_max",
         parse=parse_disk_bytes,
-        accepts="a size, or `auto`",
+        accepts="a size such as 2TiB, or `auto`",
         doc="As `disk_bytes_max`.",
         show=show_bytes,
     ),
@@ -98,7 +98,7 @@ SHARED_DIR = (
     Option(
         "bytes_max",
         parse=parse_bytes_max,
-        accepts="a size",
+        accepts="a size such as 2TiB",
         doc="Most bytes of the files that this node keeps there; others have caps of their own.",
         show=show_bytes,
     ),
@@ -117,7 +117,7 @@ REDIS = (
     Option(
         "bytes_max",
         parse=parse_bytes_max,
-        accepts="a size",
+        accepts="a size such as 2TiB",
         doc="Most bytes of memory that records take there, of all nodes together. Give all the"
         " same; the server's own `maxmemory` should be a tenth above.",
         show=show_bytes,
@@ -171,7 +171,7 @@ S3 = (
     Option(
         "bytes_max",
         parse=parse_bytes_max,
-        accepts="a size",
+        accepts="a size such as 2TiB",
         doc="Most bytes of objects that records take there, of all nodes together. Give all the"
         " same.",
         show=show_bytes,
@@ -272,7 +272,7 @@ def parse_tiers(raw: object) -> tuple[TierEntry, ...]:
         try:
             raw = json.loads(raw)
         except ValueError:
-            raise ValueError("not a list in JSON") from None
+            raise ValueError("neither a list in YAML nor one in JSON") from None
     if not isinstance(raw, list):
         raise ValueError("not a list")  # noqa: TRY004 - as of all parsers
     entries = [_entry(number, one) for number, one in enumerate(raw, 1)]

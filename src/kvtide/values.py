@@ -16,6 +16,7 @@ HOST_BYTES_MIN = MiB  # below this, somebody has left out the unit
 CHUNK_TOKENS_MIN, CHUNK_TOKENS_MAX = 16, 8192  # one block of the smallest engines; a long prompt
 CHUNK_TOKENS_DEFAULT = 256
 LOCALHOST = "localhost"
+PORT_MAX = 65535
 TOKEN_LENGTH_MAX = KiB  # of an HTTP header
 
 
@@ -69,17 +70,22 @@ def parse_seconds(raw: object) -> float:
 
 
 def parse_address(raw: object) -> HTTPAddress:
-    """host:port."""
+    """address:port. A name would be asked for while engines wait for the node."""
     host, colon, port = raw.rpartition(":") if isinstance(raw, str) else ("", "", "")
-    if not colon or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-        raise ValueError("not host:port")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-        ipaddress.IPv6Address(host)  # raises ValueError and says why
-    elif ":" in host:
-        raise ValueError("not host:port (an IPv6 address stands in brackets)")
-    elif host != LOCALHOST:
-        ipaddress.IPv4Address(host)  # a name would be asked for while engines wait for the node
+    if not colon or not host or not (port.isascii() and port.isdecimal()):
+        raise ValueError("not address:port")
+    if int(port) > PORT_MAX:
+        raise ValueError(f"no port is above {PORT_MAX}")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError("not address:port (an IPv6 address stands in brackets)")
+    try:
+        if host.startswith("["):
+            host = host[1:-1]
+            ipaddress.IPv6Address(host)
+        elif host != LOCALHOST:
+            ipaddress.IPv4Address(host)
+    except ValueError:
+        raise ValueError(f"an IP address is wanted, or {LOCALHOST}") from None
     return HTTPAddress(host, int(port))
 
 

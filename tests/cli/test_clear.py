@@ -23,6 +23,8 @@ def test_clear_counts_what_only_a_disk_had(run: Run, new_node: StartNode, tmp_pa
         "cleared 0 entries of this salt in memory, 0 in disk\n"
     )
     assert run("clear").output == "cleared 0 entries in memory, 3 in disk, all there were\n"
+    assert "INFO cleared one salt: 0 entries in memory, 0 in disk (on)\n" in node.log()
+    assert "INFO cleared all: 0 entries in memory, 3 in disk (on)\n" in node.log()
     with FakeEngine(node.places, "two") as engine:
         assert engine.load(TOKENS) == Loaded(0, 0)
 

@@ -53,8 +53,15 @@ def test_table_of_commands_says_what_they_say(run: Run, name: str) -> None:
 
 def test_unknown_commands_and_options_are_mistakes_of_usage(run: Run) -> None:
     assert run("nonsense").exit_code == 2
+    assert "No such command 'statu'. Did you mean 'status'?" in run("statu").output
     assert run("status", "--nonsense").exit_code == 2
     assert run("logs", "-n", "-1").exit_code == 2
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_lists_of_commands_are_not_cut_short(run: Run, name: str) -> None:
+    for line in run(name, "--help").output.splitlines():
+        assert not line.endswith("...") or line.startswith("Usage: "), line
 
 
 def test_help_is_there_at_once() -> None:
@@ -168,7 +175,7 @@ def test_status_is_a_page_for_people(run: Run, running_node: NodeProcess) -> Non
         f"node        process {running_node.pid}, kvtide {kvtide.__version__}, up",
         str(running_node.places.directory),
         "host        64 MiB at most",
-        "2 chunks, 1 tails, 0 being stored",
+        "2 chunks, 1 tail, 0 being stored",
         "1 shard: ",
         "open to one",
         "one: on, process",
@@ -229,8 +236,8 @@ def test_status_of_a_stopped_node_says_where_to_look(
         line = one_line(run("status"))
     finally:
         running_node.signal(signal.SIGCONT)
-    assert "does not answer; its log is" in line
-    assert str(running_node.places.log) in line
+    assert f"the node at {running_node.places.socket} does not answer" in line
+    assert line.endswith("; `kvtide logs` shows its log, or says where that is")
 
 
 @pytest.mark.parametrize(
@@ -282,7 +289,7 @@ def test_clear_takes_one_salts(
         result = run("clear")
     else:
         result = run("clear", "--salt", "-", typed="mine" + "\r\n" * ("end" in way))
-    assert result.output == "cleared 1 entries of this salt\n"
+    assert result.output == "cleared 1 entry of this salt\n"
     assert running_node.status()["entries"]["chunks"] == 2
     assert salted.load(make_tokens(64, seed=1)) == Loaded(4, 4)
     assert "mine" not in running_node.log()
@@ -293,7 +300,7 @@ def test_clear_of_the_empty_salt_takes_those_without(
     run: Run, salted: FakeEngine, running_node: NodeProcess
 ) -> None:
     result = run("clear", "--salt", "")
-    assert result.output == "cleared 1 entries of requests without a salt\n"
+    assert result.output == "cleared 1 entry of requests without a salt\n"
     assert running_node.status()["entries"]["chunks"] == 2
     salted.close()
 
@@ -307,7 +314,7 @@ def test_clear_with_an_empty_variable_clears_nothing(
     assert result.exit_code == 2
     assert "KVTIDE_SALT is empty: unset it to clear everything" in result.output
     assert running_node.status()["entries"]["chunks"] == 3
-    assert run("clear", "--salt", "").output == "cleared 1 entries of requests without a salt\n"
+    assert run("clear", "--salt", "").output == "cleared 1 entry of requests without a salt\n"
     salted.close()
 
 

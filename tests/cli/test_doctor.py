@@ -1,6 +1,7 @@
 """`kvtide doctor`: all well, and each thing that may be wrong, with what to do."""
 
 import datetime
+import json
 import os
 import signal
 import subprocess
@@ -21,6 +22,8 @@ from kvtide.testing.node_process import NodeProcess
 from kvtide.units import GiB, MiB
 from kvtide.wire import command
 from kvtide.wire.places import Places
+from tests.node.fixtures import StartNode
+from tests.wire.link_owner import wait_until
 
 Doctor = Callable[[], Result]
 
@@ -206,6 +209,7 @@ def test_socket_of_a_killed_node_is_wrong_until_the_next_starts(
     result = doctor()
     assert result.exit_code == 1
     assert "no node is running in" in line(result, "node")
+    assert line(result, "node").endswith("A socket is left: the last one was killed")
 
 
 def test_node_of_another_version_is_a_note(
@@ -237,6 +241,34 @@ def test_engine_that_is_off_is_a_note_with_the_reason(running_node: NodeProcess)
     found = only(finding for finding in findings if finding.what == "engine one")
     assert found.verdict == NOTE
     assert "host_too_small" in found.text
+
+
+def test_a_tier_that_does_not_work_is_a_note_with_what_it_says(
+    new_node: StartNode, tmp_path: Path
+) -> None:
+    away = {"type": "redis", "url": "redis://127.0.0.1:1", "bytes_max": "256MiB"}
+    disk = {"type": "disk", "path": str(tmp_path / "disk"), "bytes_max": "256MiB"}
+    node = new_node(tiers=json.dumps([disk, away]))
+    node.start()
+
+    def found() -> dict[str, Finding]:
+        return {one.what: one for one in examine.node(node.places)[0]}
+
+    wait_until(lambda: "Connection refused" in found()["tier redis"].text, "said")
+    assert found()["tier redis"].verdict == NOTE
+    assert found()["tier disk"] == Finding(OK, "tier disk", "on")
+
+
+def test_what_tries_a_tier_of_the_settings_is_told_where_no_node_has_it(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page opens none, so it does not say that all is well."""
+    monkeypatch.setenv("KVTIDE_DISK_PATH", "/proc/nowhere")
+    monkeypatch.setenv("KVTIDE_DISK_BYTES_MAX", "1GiB")
+    said = line(doctor(), "tier disk")
+    assert said.startswith("note  tier disk")
+    assert "path /proc/nowhere" in said
+    assert said.endswith("`kvtide tier test disk` tries it")
 
 
 def test_broken_state_is_wrong(running_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_stop_of_a_node_that_takes_nobody_in_says_so(run: Run, runtime_dir: Path
             peer.setblocking(False)
             with suppress(BlockingIOError):
                 peer.connect(hung.getsockname())
-        assert "does not answer; its log is" in one_line(run("stop"))
+        assert "does not answer; `kvtide logs` shows its log" in one_line(run("stop"))
 
 
 # ---- serve
@@ -113,7 +113,7 @@ def test_serve_runs_until_ctrl_c(new_node: StartNode, runtime_dir: Path) -> None
         assert child.stderr is not None
         first = child.stderr.readline()
         assert f"serves at {node.places.socket}, host memory up to 64 MiB" in first
-        assert "64 MiB of host memory are little" in child.stderr.readline()
+        assert "64 MiB of host memory is little" in child.stderr.readline()
         with FakeEngine(node.places, "one") as engine:
             engine.keep(TOKENS)
             assert engine.load(TOKENS) == Loaded(10, 10)
@@ -129,7 +129,10 @@ def test_serve_runs_until_ctrl_c(new_node: StartNode, runtime_dir: Path) -> None
 
 def test_serve_beside_a_running_node_is_one_line(run: Run, running_node: NodeProcess) -> None:
     line = one_line(run("serve"))
-    assert line == f"Error: a node is running already, in {running_node.places.directory}"
+    assert line == (
+        f"Error: a node is running already, in {running_node.places.directory}:"
+        " `kvtide status` shows it, `kvtide stop` ends it"
+    )
 
 
 def test_serve_with_too_much_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +214,9 @@ def test_logs_of_a_node_in_the_foreground_says_where_they_are(
         node.wait_answer()
         where = f"node {child.pid} runs in the foreground and logs to its standard error, {place}"
         assert where in one_line(run("logs"))
+        child.send_signal(signal.SIGSTOP)
+        assert where in one_line(run("logs")), "of one that does not answer, too"
+        child.send_signal(signal.SIGCONT)
         node.places.log.write_text("older\n")
         result = run("logs")
         assert (result.exit_code, result.stdout) == (0, "older\n")
@@ -230,6 +236,25 @@ def test_logs_of_a_node_that_an_engine_started_are_here(
 
 def test_logs_without_a_log_says_so(run: Run) -> None:
     assert "there is no log at" in one_line(run("logs"))
+
+
+def test_logs_that_waits_for_a_log_says_so(runtime_dir: Path) -> None:
+    environment = os.environ | {"KVTIDE_RUNTIME_DIR": str(runtime_dir)}
+    with (
+        subprocess.Popen(
+            [*KVTIDE, "logs", "-f"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        ) as child,
+        ended(child),
+    ):
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert "yet; waiting for one, until Ctrl-C" in child.stderr.readline()
+        (runtime_dir / "node-1.log").write_text("first\n")
+        assert child.stdout.readline() == "first\n"
 
 
 def test_logs_follows_through_a_rotation(runtime_dir: Path) -> None:

@@ -362,6 +362,9 @@ def test_link_in_place_of_the_directory_is_refused(runtime_dir: Path) -> None:
     link.symlink_to(runtime_dir / "ours")
     with pytest.raises(ConfigError, match="is a symbolic link"):
         open_directory(link)
+    (runtime_dir / "ours").rmdir()
+    with pytest.raises(ConfigError, match="is a symbolic link"):
+        open_directory(link)
 
 
 def test_directory_is_made_for_its_user_alone(runtime_dir: Path) -> None:
@@ -373,6 +376,7 @@ def test_too_long_a_path_is_refused_with_both_lengths(runtime_dir: Path) -> None
     done = run_main(runtime_dir / ("x" * 100))
     assert done.returncode == launch.EXIT_CONFIG
     assert "the kernel allows 107" in done.stderr
+    assert list(runtime_dir.iterdir()) == [], "made for nothing"
     with pytest.raises(ConfigError, match="107"):
         ask(Places(runtime_dir / ("x" * 100)), "status")
 
@@ -431,7 +435,7 @@ def test_socket_that_cannot_be_is_no_wrong_setting(
     [
         ({"linger_s": "soon"}, "environment KVTIDE_LINGER_S sets linger_s to 'soon'"),
         ({"lingers": "1"}, "did you mean KVTIDE_LINGER_S?"),
-        ({"http_token": "secret"}, "but http_address is off"),
+        ({"http_token": "secret"}, "but http_address is not set"),
     ],
 )
 def test_unusable_settings_are_said(

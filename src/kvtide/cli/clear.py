@@ -48,7 +48,8 @@ def command(salt: str | None) -> None:
 def _tell(answer: dict[str, Any], of_whom: str) -> None:
     """Say what was cleared, place by place; a tier that does not work now may have more."""
     tiers = answer["tiers"]
-    counts = [f"{answer['entries']} entries{of_whom}" + (" in memory" if tiers else "")]
+    entries = "1 entry" if answer["entries"] == 1 else f"{answer['entries']} entries"
+    counts = [f"{entries}{of_whom}" + (" in memory" if tiers else "")]
     counts += [f"{tier['records']} in {name}" for name, tier in tiers.items()]
     not_on = {name: tier["state"] for name, tier in tiers.items() if tier["state"] != ON}
     is_all = not of_whom and not not_on

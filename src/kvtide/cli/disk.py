@@ -92,7 +92,7 @@ def _lines(records: Iterable[Checked]) -> Iterator[str]:
     help="Begin there: where a check that was interrupted told to go on.",
 )
 def check_command(path: Path, repair: bool, from_segment: int) -> None:
-    """Prove every record: its header, its key, and each byte by its checksum.
+    """Prove each record: header, key, and each byte by its checksum.
 
     Ends with code 1 where something is damaged and was not removed. A node removes what it meets
     damaged by itself, and its start mends what stands beside the records; this finds it before.

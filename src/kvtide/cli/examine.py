@@ -65,6 +65,7 @@ def everything() -> Iterator[Finding]:
     yield from kernel()
     yield from limits()
     wanted, fault, is_any_version = None, "", False
+    read: config.Config | None = None
     try:
         read = config.read()
     except ConfigError as error:
@@ -90,6 +91,10 @@ def everything() -> Iterator[Finding]:
             found, status = node(places)
             yield from found
             yield from log(places)
+    if read is not None and status is None:  # else the node has said how its own are
+        for entry in read.node.places:
+            text = f"{entry.shown}; not looked at here: `kvtide tier test {entry.name}` tries it"
+            yield Finding(NOTE, f"tier {entry.name}", text)
     yield from memory(wanted, status)
 
 
@@ -204,7 +209,10 @@ def node(places: Places) -> tuple[list[Finding], dict[str, Any] | None]:
         status = ask(places, "status")
         found += _running(places, status)
     except (NodeError, NodeUnreachable, WireError) as error:
-        found.append(Finding(WRONG, "node", f"{error}. If it hangs, kill it: engines serve on"))
+        is_left = str(error) == no_node(places)
+        left = "A socket is left: the last one was killed"
+        hint = left if is_left else "If it hangs, kill it: engines serve on"
+        found.append(Finding(WRONG, "node", f"{error}. {hint}"))
         return found, None
     return found, status
 
@@ -235,6 +243,9 @@ def _running(places: Places, status: dict[str, Any]) -> Iterator[Finding]:
             )
         else:
             yield Finding(OK, name, f"{engine['state']}, process {engine['pid']}")
+    for tier, statistics in status["tiers"].items():
+        verdict = OK if statistics["is_healthy"] else NOTE
+        yield Finding(verdict, f"tier {tier}", statistics["state"])
 
 
 def log(places: Places) -> Iterator[Finding]:

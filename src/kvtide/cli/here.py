@@ -61,6 +61,6 @@ def printable(text: object) -> str:
     return "".join(one if one.isprintable() else "?" for one in str(text))
 
 
-def counted(number: int, what: str) -> str:
-    """So many of these."""
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+def counted(number: int, what: str, plural: str = "") -> str:
+    """So many of these; `plural` where it is not `what` with an s."""
+    return f"{number:,} {what if number == 1 else plural or f'{what}s'}"

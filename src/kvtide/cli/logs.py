@@ -28,10 +28,13 @@ def command(lines: int, follow: bool) -> None:
     """
     places = find_places()
     elsewhere = _logs_elsewhere(places)
-    if not places.log.exists() and not follow:
+    if not places.log.exists():
         why = elsewhere or "no node was started by an engine yet"
-        raise click.ClickException(f"there is no log at {places.log}: {why}")
-    if elsewhere:
+        text = f"there is no log at {places.log}: {why}"
+        if not follow:
+            raise click.ClickException(text)
+        click.echo(f"{text}; waiting for one, until Ctrl-C", err=True)
+    elif elsewhere:
         click.echo(f"{elsewhere}; this is {places.log}, of one before it", err=True)
     with suppress(KeyboardInterrupt):
         for line in _lines(places, lines, follow):

@@ -4,6 +4,7 @@ Each command is a module that is imported when it is asked for, so that `kvtide 
 others' starts do not pay for it. An error of ours is one line and exit code 1; one of usage is 2.
 """
 
+import difflib
 import importlib
 
 import click
@@ -39,6 +40,19 @@ class Commands(click.Group):
             return None
         command: click.Command = importlib.import_module(COMMANDS[cmd_name][0]).command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Which one is meant; for a name that is none, the nearest is told."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            if not near:
+                raise
+            text = f"{error.format_message()} Did you mean {near[0]!r}?"
+            raise click.UsageError(text, ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands, without importing any."""

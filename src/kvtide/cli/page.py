@@ -64,16 +64,17 @@ def _host(host: Mapping[str, Any]) -> Iterator[str]:
         f" {format_bytes(host['storing_bytes'] + host['loose_bytes'])} in between"
     )
     yield (
-        f"{host['grants']} grants ({format_bytes(host['granted_bytes'])},"
-        f" {format_bytes(host['quarantine_bytes'])} of it in quarantine), {host['leases']} leases,"
-        f" {host['loads']} loads running"
+        f"{counted(host['grants'], 'grant')} ({format_bytes(host['granted_bytes'])},"
+        f" {format_bytes(host['quarantine_bytes'])} of it in quarantine),"
+        f" {counted(host['leases'], 'lease')}, {counted(host['loads'], 'load')} running"
     )
 
 
 def _entries(entries: Mapping[str, int], host: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        f"{entries['chunks']:,} chunks, {entries['tails']:,} tails, {entries['storing']:,} being"
-        f" stored; {format_bytes(host['evictable_bytes'])} may be evicted"
+        f"{counted(entries['chunks'], 'chunk')}, {counted(entries['tails'], 'tail')},"
+        f" {entries['storing']:,} being stored;"
+        f" {format_bytes(host['evictable_bytes'])} may be evicted"
     )
 
 
@@ -116,7 +117,8 @@ def _engines(engines: Iterable[Mapping[str, Any]]) -> Iterator[str]:
             yield f"  misses: {_listed(misses)}"
         if engine["grants"] or engine["leases"] or engine["loads"]:
             yield (
-                f"  {engine['grants']} grants, {engine['leases']} leases, {engine['loads']} loads"
+                f"  {counted(engine['grants'], 'grant')}, {counted(engine['leases'], 'lease')},"
+                f" {counted(engine['loads'], 'load')}"
             )
     if not found:
         yield NOTHING
@@ -147,15 +149,15 @@ def _sources(counts: Mapping[str, int]) -> str:
 def _copies(counts: Mapping[str, int], past: str, timer: str) -> Iterator[str]:
     blocks, size = counts.get(f"{past}_blocks", 0), counts.get(f"{past}_bytes", 0)
     failed = counts.get("failed_blocks", 0) if past == "loaded" else 0
-    parts = [f"{blocks:,} blocks", format_bytes(size)]
+    parts = [counted(blocks, "block"), format_bytes(size)]
     copies = sum(counts.get(f"{timer}.us.{bound}", 0) for bound in (*BUCKETS_US, "inf"))
     seconds = counts.get(f"{timer}.us.sum", 0) / 1e6
     if copies:
-        parts.append(f"{copies:,} copies in {seconds:.3g} s")
+        parts.append(f"{counted(copies, 'copy', 'copies')} in {seconds:.3g} s")
     if copies and seconds and size:
         parts.append(f"{size / seconds / 1e9:.2g} GB/s")
     if failed:
-        parts.append(f"{failed:,} blocks failed and were computed")
+        parts.append(f"{counted(failed, 'block')} failed, computed instead")
     yield ", ".join(parts)
 
 
@@ -178,19 +180,21 @@ def _tier(
     state = "" if tier["state"] == ON else f"; {printable(tier['state'])}"
     yield (
         f"{format_bytes(tier['bytes_used'])} of {format_bytes(tier['bytes_max'])},"
-        f" {tier['records']:,} records, {format_bytes(tier['queued_bytes'])} waiting{state}"
+        f" {counted(tier['records'], 'record')},"
+        f" {format_bytes(tier['queued_bytes'])} waiting{state}"
     )
     for what, past in (("loads", "loaded"), ("stores", "stored")):
         size = format_bytes(counts.get(f"tier_{past}_bytes.{name}", 0))
         yield f"{what}: {_listed(_with(counts, f'tier_{what}.{name}.'))}; {size}"
     found, absent = (counts.get(f"tier_lookups.{name}.{w}", 0) for w in ("found", "absent"))
     if asked := found + absent:
-        yield f"hits: {found:,} of {asked:,} questions ({found / asked:.0%}) found something"
+        questions = counted(asked, "question")
+        yield f"hits: {found:,} of {questions} ({found / asked:.0%}) found something"
     if stored := counts.get(f"tier_stored_bytes.{name}", 0):
         rate = int(stored / max(1, uptime_s))
         yield f"written {format_bytes(rate)} a second since the node's start"
     if tier["evicted"]:
-        yield f"{tier['evicted']:,} records evicted"
+        yield f"{counted(tier['evicted'], 'record')} evicted"
 
 
 def _listed(values: Mapping[str, int]) -> str:

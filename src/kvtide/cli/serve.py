@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import click
 
 from kvtide.node.build import Way
-from kvtide.node.main import LOG_FORMAT, become_node
+from kvtide.node.main import LOG_FORMAT, NodeRunning, become_node
 
 LINES_WAITING_MAX = 1_000
 """Of what nobody reads; later ones are dropped."""
@@ -60,9 +60,14 @@ def command() -> None:
     """Run a node here, until Ctrl-C or SIGTERM.
 
     For service managers and containers; without it, the first engine starts a node by itself. It
-    logs to standard error, its first line says where it listens, and it stays when no engine is
-    there, unless linger_s is set.
+    logs to standard error, where it listens, too, and stays when no engine is there, unless
+    linger_s is set.
     """
     with _logging_to_stderr():
-        code = become_node(Way.FOREGROUND)
+        try:
+            code = become_node(Way.FOREGROUND)
+        except NodeRunning as error:
+            raise NodeRunning(
+                f"{error}: `kvtide status` shows it, `kvtide stop` ends it"
+            ) from None
     os._exit(code)  # as in kvtide.node.main: nothing that hangs may hold up the end

@@ -11,7 +11,7 @@ from kvtide.cli.here import find_places, is_absent, pid_of_node
 from kvtide.errors import NodeUnreachable
 from kvtide.wire.command import ask
 from kvtide.wire.peer import UNSEEN
-from kvtide.wire.places import Places
+from kvtide.wire.places import Places, silent_node
 
 END_S_MAX = T_STOP_S + 2.0
 """A node ends within T_stop; and a little, for a machine that is busy."""
@@ -32,9 +32,7 @@ def command() -> None:
         click.echo(f"no node is running in {places.directory}")  # the last: it has just ended
         return
     except (TimeoutError, BlockingIOError):
-        raise NodeUnreachable(
-            f"the node at {places.socket} does not answer; its log is {places.log}"
-        ) from None
+        raise NodeUnreachable(silent_node(places)) from None
     try:
         try:
             pid = ask(places, "stop")["pid"]

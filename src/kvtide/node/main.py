@@ -219,7 +219,7 @@ async def serve(config: settings.Config, places: Places, way: Way) -> int:
         format_bytes(size_bytes),
     )
     if small := smallness(size_bytes):
-        logger.info("%s of host memory are little: %s", format_bytes(size_bytes), small)
+        logger.info("%s of host memory is little: %s", format_bytes(size_bytes), small)
     with _pages(config, runtime, loop):
         return await runtime.run()
 
@@ -260,8 +260,8 @@ def become_node(way: Way) -> int:
         NodeRunning: there is one already.
     """
     config = settings.read()
+    check_socket_path(Places(config.runtime_dir).socket)
     places = open_directory(config.runtime_dir)
-    check_socket_path(places.socket)
     if take_lock(places) is None:  # else the descriptor stays open for as long as we live
         raise NodeRunning(f"a node is running already, in {places.directory}")
     if way is Way.LAUNCHED:

@@ -426,8 +426,11 @@ class Runtime:
             self._loop.call_soon(self._give_up, "clear")
             return m.CommandAnswer({}, error="the node's state is broken; it ends")
         tiers = {name: asdict(one) for name, one in self._tiers.cleared.items()}
-        below = "".join(f", {name}: {one}" for name, one in tiers.items())
-        logger.info("cleared %d entries of memory%s", cleared, below)
+        of_whom = "all" if digest is None else "one salt" if digest else "requests without a salt"
+        below = "".join(
+            f", {one['records']} in {name} ({one['state']})" for name, one in tiers.items()
+        )
+        logger.info("cleared %s: %d entries in memory%s", of_whom, cleared, below)
         return m.CommandAnswer({"entries": cleared, "tiers": tiers})
 
     def _check(self) -> m.CommandAnswer:

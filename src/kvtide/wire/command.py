@@ -7,7 +7,7 @@ from kvtide.core.messages import Command, CommandAnswer
 from kvtide.errors import NodeError, NodeUnreachable, reason_of
 from kvtide.wire.frames import FrameReader, encode, receive
 from kvtide.wire.peer import check_own
-from kvtide.wire.places import Places, check_socket_path, no_node
+from kvtide.wire.places import Places, check_socket_path, no_node, silent_node
 
 ANSWER_S_MAX = 5.0
 """For a person who waits at a terminal; a node answers within milliseconds, or hangs."""
@@ -32,9 +32,7 @@ def ask(places: Places, name: str, arguments: dict[str, str] | None = None) -> d
             sock.sendall(encode(Command(name, arguments or {})))
             answer = _answer(sock)
         except (TimeoutError, BlockingIOError):  # the latter when its queue of peers is full
-            raise NodeUnreachable(
-                f"the node at {places.socket} does not answer; its log is {places.log}"
-            ) from None
+            raise NodeUnreachable(silent_node(places)) from None
         except (FileNotFoundError, ConnectionRefusedError):
             raise NodeUnreachable(no_node(places)) from None
         except OSError as error:

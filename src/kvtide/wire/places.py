@@ -99,6 +99,14 @@ def no_node(places: Places) -> str:
     )
 
 
+def silent_node(places: Places) -> str:
+    """For people, where one listens and does not answer; it may log to elsewhere."""
+    return (
+        f"the node at {places.socket} does not answer; `kvtide logs` shows its log, or says where"
+        " that is"
+    )
+
+
 def check_socket_path(path: Path) -> None:
     """Raise ConfigError where the path is longer than the kernel allows."""
     length = len(os.fsencode(path))
