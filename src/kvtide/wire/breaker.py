@@ -47,5 +47,5 @@ class Breaker:
         self._silent_pings += 1
         if not self.is_open:
             return HEARTBEAT_S
-        self._pause_s = min(self._pause_s * 2, BREAKER_S_MAX)
-        return self._pause_s
+        pause_s, self._pause_s = self._pause_s, min(self._pause_s * 2, BREAKER_S_MAX)
+        return pause_s
