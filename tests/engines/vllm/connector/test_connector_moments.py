@@ -33,6 +33,17 @@ MODES = {
 }
 
 
+in_each_mode = pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("sync", marks=pytest.mark.long),
+        pytest.param("async", marks=pytest.mark.long),
+        "async, late",
+    ],
+)
+"""Quick tests have the one in which most is under way."""
+
+
 class Scene:
     """Three requests: two begin alike with what is stored already, one comes later."""
 
@@ -126,7 +137,7 @@ def again(engine: ToyEngine, scene: Scene, aborted: tuple[int, ...]) -> None:
         assert result.hit == own_hit(len(prompt), len(prompt) - 1), number
 
 
-@pytest.mark.parametrize("mode", MODES)
+@in_each_mode
 def test_preempted_at_every_step(toys: Toys, mode: str) -> None:
     """As when blocks run out, but at any step."""
     count = 0
@@ -140,7 +151,7 @@ def test_preempted_at_every_step(toys: Toys, mode: str) -> None:
     assert count > 10, "nothing was preempted"
 
 
-@pytest.mark.parametrize("mode", MODES)
+@in_each_mode
 @pytest.mark.parametrize("victim", [0, 1])
 def test_aborted_at_every_step(toys: Toys, mode: str, victim: int) -> None:
     """While it waits for the answer, loads, computes, generates, and when it has ended."""
@@ -149,7 +160,7 @@ def test_aborted_at_every_step(toys: Toys, mode: str, victim: int) -> None:
     assert moments(toys, options, abort, victim) > 15
 
 
-@pytest.mark.parametrize("mode", MODES)
+@in_each_mode
 @pytest.mark.parametrize("running", [False, True])
 def test_the_engines_cache_reset_at_every_step(toys: Toys, mode: str, running: bool) -> None:
     """What kvtide keeps stays; while a load runs, vLLM itself refuses to reset all requests."""
@@ -170,7 +181,7 @@ def test_the_engines_cache_reset_at_every_step(toys: Toys, mode: str, running: b
     assert running or not refusals
 
 
-@pytest.mark.parametrize("mode", MODES)
+@in_each_mode
 def test_a_reset_of_all_is_refused_while_a_load_runs(toys: Toys, mode: str) -> None:
     """By vLLM; whoever asked sees it, and the engine goes on."""
     engine = toys.start(ToyOptions(step_tokens=40, chunk_tokens=32, **MODES[mode]))
@@ -186,7 +197,7 @@ def test_a_reset_of_all_is_refused_while_a_load_runs(toys: Toys, mode: str) -> N
     assert engine.results[request_id].external > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@in_each_mode
 def test_new_weights_at_every_step(toys: Toys, mode: str) -> None:
     """The trainer resets everything and goes on: nothing computed before is ever used again."""
     engine = toys.start(ToyOptions(step_tokens=40, chunk_tokens=32, **MODES[mode]))
@@ -224,7 +235,7 @@ def test_new_weights_at_every_step(toys: Toys, mode: str) -> None:
     raise AssertionError("a scene without end")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@in_each_mode
 def test_reset_external_in_the_middle_of_a_load(toys: Toys, mode: str) -> None:
     """vLLM cannot reset then, and says so; what is being loaded is not used all the same."""
     engine = toys.start(ToyOptions(step_tokens=40, chunk_tokens=32, **MODES[mode]))

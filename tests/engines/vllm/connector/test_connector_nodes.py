@@ -50,6 +50,9 @@ WORKER_HOOKS = (
     "build_connector_worker_meta",
 )
 
+in_both_modes = pytest.mark.parametrize(
+    "is_async", [pytest.param(False, marks=pytest.mark.long), True]
+)
 OPTIONS = ToyOptions(step_tokens=40, chunk_tokens=32, settings={"kvtide.start_node": False})
 HOOK_S_MAX = 0.25
 """Far above T_lookup (1 ms), for a machine that is busy with other things; far below waiting."""
@@ -144,7 +147,7 @@ def test_a_reset_needs_no_node(state: str, toys: Toys) -> None:
     assert engine.generate(prompt).external > 0, "what is stored from now on is"
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@in_both_modes
 @pytest.mark.parametrize("at", ALL)
 def test_killed_before_a_hook(toys: Toys, node: Node, at: int, is_async: bool) -> None:
     """SIGKILL: loads that run end and verify, everything else is computed."""
@@ -161,7 +164,7 @@ def test_killed_before_a_hook(toys: Toys, node: Node, at: int, is_async: bool) -
     heals(toys, engine)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@in_both_modes
 @pytest.mark.parametrize("at", ALL)
 def test_restarted_before_a_hook(toys: Toys, node: Node, at: int, is_async: bool) -> None:
     """A new node is there before the engine takes its next step."""
@@ -179,7 +182,7 @@ def test_restarted_before_a_hook(toys: Toys, node: Node, at: int, is_async: bool
     heals(toys, engine)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@in_both_modes
 @pytest.mark.parametrize("at", ALL)
 def test_cut_off_before_a_hook(toys: Toys, at: int, is_async: bool) -> None:
     """The scheduler's connection ends and is made anew, once: nothing said on it is refused."""
@@ -200,7 +203,7 @@ def test_cut_off_before_a_hook(toys: Toys, at: int, is_async: bool) -> None:
     heals(toys, engine)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@in_both_modes
 @pytest.mark.parametrize("at", ALL)
 def test_stopped_before_a_hook(toys: Toys, node: Node, at: int, is_async: bool) -> None:
     """SIGSTOP until all requests have ended: T_answer bounds what they wait for it."""
