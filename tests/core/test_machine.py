@@ -3,7 +3,15 @@
 import pytest
 
 from kvtide.core import messages as m
-from kvtide.core.effects import Close, Disconnected, End, HostLimit, ProcessDied, Send
+from kvtide.core.effects import (
+    Close,
+    Disconnected,
+    End,
+    HostLimit,
+    ProcessDied,
+    Received,
+    Send,
+)
 from kvtide.core.presence import START_MS_MAX
 from kvtide.core.reasons import DropReason, OffReason
 from kvtide.units import GiB, KiB
@@ -307,6 +315,23 @@ def test_a_worker_may_be_back_before_its_old_connection_has_ended(world: World) 
     (old,) = engine.workers
     engine.connect_worker(0)
     world.give(Disconnected(old))
+    assert engine.offer(prompt(1)).connections == engine.workers
+
+
+def test_a_hello_that_a_newer_one_has_overtaken_takes_nothing_over(world: World) -> None:
+    """A process has given up a connection and made another; a node that stood still reads both."""
+    engine = Engine(world).start()
+    older: dict[int, m.SchedulerHello | m.WorkerHello] = {
+        world.connect(): engine.scheduler_hello(),
+        world.connect(): engine.worker_hello(0),
+    }
+    engine.connect_scheduler()
+    engine.connect_worker(0)
+    for connection, hello in older.items():
+        assert world.give(Received(connection, hello)) == [Close(connection)]
+        world.give(Disconnected(connection))
+    engine.identify()
+    engine.register(engine.root)
     assert engine.offer(prompt(1)).connections == engine.workers
 
 

@@ -265,10 +265,8 @@ class Engine:
         self.register(self.root)
         return self
 
-    def connect_scheduler(self, **changes: Any) -> list[Effect]:
-        """A new connection of the scheduler."""
-        self.scheduler = self.world.connect()
-        self.world.owners[self.scheduler] = self
+    def scheduler_hello(self, **changes: Any) -> m.SchedulerHello:
+        """What the scheduler says first."""
         hello: dict[str, Any] = {
             "wire_version": m.WIRE_VERSION,
             "version": "0",
@@ -278,7 +276,13 @@ class Engine:
             "label": "an engine",
             "worker_count": len(self.workers),
         }
-        return self.say(m.SchedulerHello(**(hello | changes)))
+        return m.SchedulerHello(**(hello | changes))
+
+    def connect_scheduler(self, **changes: Any) -> list[Effect]:
+        """A new connection of the scheduler."""
+        self.scheduler = self.world.connect()
+        self.world.owners[self.scheduler] = self
+        return self.say(self.scheduler_hello(**changes))
 
     def worker_hello(self, rank: int, **changes: Any) -> m.WorkerHello:
         """What a worker says first."""

@@ -64,6 +64,8 @@ class Presence:
             detail = f"engine_id {hello.engine_id} is in use by process {known.pid}"
             self._refuse(connection, OffReason.ENGINE_ID_IN_USE, detail)
             return
+        if self._is_overtaken(connection, instance):
+            return
         self._scheduler_left(instance)
         instance.hello = hello
         instance.is_scheduler_alive = True
@@ -94,6 +96,8 @@ class Presence:
             return
         if worker is not None and not worker.is_same(hello):
             raise WireError(f"rank {hello.rank} has become another shard")
+        if worker is not None and self._is_overtaken(connection, worker):
+            return
         if worker is None:
             worker = instance.workers[hello.rank] = Worker(connection, hello)
             instance.are_facts_sent = instance.is_identified = False
@@ -113,6 +117,16 @@ class Presence:
     def _check_first(self, connection: int) -> None:
         if connection in self.peers:
             raise WireError("a second hello on one connection")
+
+    def _is_overtaken(self, connection: int, peer: Instance | Worker) -> bool:
+        """Whether a process has spoken on a newer connection; then this one is over.
+
+        It was given up before that one was made, with a hello in it that is read only now.
+        """
+        is_over = any(number > connection for number, known in self.peers.items() if known is peer)
+        if is_over:
+            self._parts.emit(Close(connection))
+        return is_over
 
     def _note_speaker(self, connection: int, peer: Instance | Worker) -> None:
         """Of the connections before this one, the last alone is still known: see `peers`."""

@@ -265,6 +265,27 @@ def test_what_went_by_a_wrong_name_since_the_last_good_look_is_cleared(
     assert not adapters.take_changed()
 
 
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_look_proves_only_what_steps_that_have_ended_computed(
+    has_ended: bool, adapter: Path, digests: FileDigests, hanging: Hanging
+) -> None:
+    """The engine may load the adapter after the look, in a step that was planned before it."""
+    cleared = Cleared()
+    adapters = AdapterDigests(digests, ANY_AGE_NS, cleared, lambda: hanging.now_s)
+    digest, path = adapter_digest(adapters, adapter), str(adapter)
+    adapters.step_planned()
+    assert adapters.is_unchanged(path, SALT)
+    if has_ended:
+        adapters.step_ended()
+    hanging.now_s += 1
+    deadline_s = time.monotonic() + WAIT_S
+    while adapters.digest(path, hanging.now_s) != digest:
+        assert time.monotonic() < deadline_s
+    replace(adapter, b"the next version")
+    adapters.close(WAIT_S)
+    assert cleared == ([] if has_ended else [{SALT}])
+
+
 def test_the_last_uses_are_looked_at_when_the_engine_ends(
     adapter: Path, digests: FileDigests, hanging: Hanging
 ) -> None:

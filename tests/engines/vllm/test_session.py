@@ -49,8 +49,8 @@ def test_grants_on_their_way_when_the_connection_comes_back_are_returned_again(
 
     def come_back() -> None:
         """On the link's thread, at once where nothing keeps it."""
-        if session._arrived.acquire(blocking=False):
-            session._arrived.release()
+        if session._owing.acquire(blocking=False):
+            session._owing.release()
             is_back.set()
             session.on_up(WELCOME)
 
@@ -216,17 +216,87 @@ def test_a_clear_is_said_again_where_its_connection_ends_before_the_answer(
     assert len(sent) == 3
 
 
+@pytest.fixture
+def sent(session: EngineSession, monkeypatch: pytest.MonkeyPatch) -> list[m.Message]:
+    """What the session says on a connection that takes all of it."""
+    found: list[m.Message] = []
+
+    def send(message: m.Message) -> bool:
+        found.append(message)
+        return True
+
+    monkeypatch.setattr(session._link, "send", send)
+    session.session = Session(bytes(32))
+    return found
+
+
+OFFER = m.StoreOffer(1, bytes(32), bytes(32), [], [])
+GRANTED = m.StoreAnswer(1, [""], [7], [m.Run(1, 0, 1, 5)], [3])
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_what_nobody_waits_for_any_more_goes_back_as_soon_as_it_comes(
+    is_early: bool, session: EngineSession, sent: list[m.Message]
+) -> None:
+    session.ask(OFFER)
+    session.on_message(m.Pending(1), [])
+    if is_early:
+        session.on_message(GRANTED, [])
+    session.abandon(1)
+    if not is_early:
+        session.on_message(GRANTED, [])
+    assert sent == [OFFER, m.GrantReturn([7])]
+    assert not session.take_answers(None)
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_what_an_engine_was_granted_that_is_off_by_then_goes_back_at_once(
+    is_given_up: bool, is_early: bool, session: EngineSession, sent: list[m.Message]
+) -> None:
+    """It may take no step for a long time, and its connection lives on."""
+    session.ask(OFFER)
+    if is_early:
+        session.on_message(GRANTED, [])
+    session.on_message(m.Serving("workers_differ", "rank 1 is missing"), [])
+    if is_given_up:
+        session.abandon(1)
+    if not is_early:
+        session.on_message(GRANTED, [])
+    assert sent == [OFFER, m.GrantReturn([7])]
+    assert not session.take_answers(None)
+
+
+def test_what_was_asked_in_a_session_before_goes_back_at_once(
+    session: EngineSession, sent: list[m.Message]
+) -> None:
+    session.ask(OFFER)
+    session._welcome, session._sent = WELCOME, bytes(32)
+    session.on_message(m.Serving(), [])
+    lookup = m.Lookup(2, bytes(32), b"", b"")
+    session.ask(lookup)
+    match = m.Match(2, 0, 0, [], 9)
+    for answer in (GRANTED, match):
+        session.on_message(answer, [])
+    assert sent == [OFFER, lookup, m.GrantReturn([7])]
+    assert session.take_answers(None) == [match]
+
+
 def test_what_was_asked_on_a_connection_that_has_ended_is_not_remembered(
-    session: EngineSession,
+    session: EngineSession, sent: list[m.Message]
 ) -> None:
     """The scheduler's thread may give a question up a moment after its connection has ended: the
     answer never comes, so nothing may wait for it."""
-    session.session = Session(bytes(32))
-    session.abandon(1)
-    assert session._abandoned == {1}
+    session.ask(OFFER)
     session.on_down(node_is_dead=False)
-    session.abandon(2)
-    assert not session._abandoned
+    session.abandon(1)
+    assert not session._answers._open
+
+
+def test_a_question_that_cannot_be_sent_is_not_remembered(session: EngineSession) -> None:
+    assert not session.ask(OFFER)
+    session.abandon(1)
+    assert not session._answers._open
 
 
 def test_a_start_that_fails_leaves_no_thread_that_reads(

@@ -11,14 +11,15 @@ be younger, if they hold what their names say: the engine may just have fetched 
 
 Between the last look that found it unchanged and the first that does not, requests may have gone
 by the old name and computed with new bytes. So what they may have stored is cleared, wherever it
-is by then, with all that has their fingerprint and their salt.
+is by then, with all that has their fingerprint and their salt. A look proves nothing of a step
+that had not ended when it began: the engine may load an adapter at any moment of a step.
 
 A file system may hang, and requests must not wait for it: everything that asks one is done by the
 thread here. An adapter in use is looked at again and again; one that nobody has named for long is
 not, and costs its next request a miss.
 
 Ownership: `_adapters`, and of an adapter what `digest` reads, under `_lock`; its files and their
-identities belong to the thread.
+identities belong to the thread; the scheduler's thread counts steps.
 """
 
 import contextlib
@@ -71,8 +72,8 @@ class _Adapter:
         digest: of what the first look found, once it was read.
         files: what the engine reads of it, at the first look.
         identities: of those files.
-        unproven: the salts (digests) of requests that go by its digest, with the last moment when
-            they did, as long as no later look has found it unchanged.
+        unproven: the salts (digests) of requests that go by its digest, with the last step that
+            was planned when they did, as long as no look after that step has found it unchanged.
     """
 
     path: str
@@ -83,7 +84,7 @@ class _Adapter:
     digest: bytes | None = None
     files: tuple[Path, ...] = ()
     identities: tuple[FileIdentity, ...] = ()
-    unproven: dict[bytes, float] = field(default_factory=dict)
+    unproven: dict[bytes, int] = field(default_factory=dict)
 
 
 class AdapterDigests:
@@ -108,6 +109,7 @@ class AdapterDigests:
         self._adapters: dict[str, _Adapter] = {}
         self._clear = clear
         self._changed: set[str] = set()
+        self._planned_steps = self._ended_steps = 0
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._looked_s = -math.inf
@@ -139,18 +141,26 @@ class AdapterDigests:
     def is_unchanged(self, path: str, salt: bytes) -> bool:
         """Whether nothing has been seen to change of an adapter whose digest was given before.
 
-        Called for each of its requests in each step, which keeps it in use; `salt` is the digest
-        of the request's, by which what it stores can be found and taken back.
+        Called for each of its requests in each step, once that is planned, which keeps it in use;
+        `salt` is the digest of the request's, by which what it stores can be found and taken back.
         """
         now_s = self._clock_s()
         with self._lock:
             adapter = self._adapters.get(path)
             if adapter is None or adapter.is_distrusted:
                 return False
-            adapter.used_s = adapter.unproven[salt] = now_s
+            adapter.used_s, adapter.unproven[salt] = now_s, self._planned_steps
             if now_s - adapter.confirmed_s > CONFIRMED_S_MAX:
                 self._look_now()
             return True
+
+    def step_planned(self) -> None:
+        """A step begins to be planned: from now on it may be the one that loads an adapter."""
+        self._planned_steps += 1
+
+    def step_ended(self) -> None:
+        """The oldest of the steps under way has ended in all workers."""
+        self._ended_steps = min(self._ended_steps + 1, self._planned_steps)
 
     def take_changed(self) -> set[str]:
         """Paths of adapters that were found changed since the last call, and whose requests may
@@ -230,7 +240,7 @@ class AdapterDigests:
 
     def _look(self, adapter: _Adapter) -> None:
         """Is it as it was? The first time: what is it?"""
-        began_s = self._clock_s()
+        began_s, ended_steps = self._clock_s(), self._ended_steps
         try:
             files = _adapter_files(Path(adapter.path).expanduser())
             identities = tuple(FileIdentity.of(file) for file in files)
@@ -249,9 +259,9 @@ class AdapterDigests:
             adapter.is_distrusted |= is_young or not is_same
             adapter.confirmed_s = began_s
             adapter.unproven = {
-                salt: used_s
-                for salt, used_s in adapter.unproven.items()
-                if used_s >= began_s or not is_same
+                salt: step
+                for salt, step in adapter.unproven.items()
+                if step > ended_steps or not is_same
             }
             doubtful = set() if is_same else set(adapter.unproven)
             if doubtful:

@@ -314,6 +314,7 @@ class SchedulerSide:
 
     def build_plan(self, scheduler_output: Any) -> StepPlan:
         """What the workers do in this step."""
+        self._adapters.step_planned()
         is_asking = self._lookups.is_asking or self._stores.is_asking
         self._take_in(0.0 if is_asking else None)
         self._drop_what_changed()
@@ -368,7 +369,8 @@ class SchedulerSide:
             self.counters.add(name, increment)
 
     def take_stats(self) -> dict[str, int]:
-        """Increments since the last call, for vLLM's own metrics."""
+        """Increments since the last call, for vLLM's own metrics: it asks as each step ends."""
+        self._adapters.step_ended()
         stats, self._stats = self._stats, Counter()
         return stats
 

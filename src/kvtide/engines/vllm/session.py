@@ -4,15 +4,14 @@
     ─► Serving ─► a new `Session`, which the hooks see
 
 What the node says is handled on the link's thread, which only hands over: `session` is replaced as
-a whole, answers go into a queue that the hooks drain. So the scheduler's thread never waits for
-the node, nor, since it reads answers itself, for the link's thread.
+a whole, answers wait in `Answers` until the hooks take them. So the scheduler's thread never waits
+for the node, nor, since it reads answers itself, for the link's thread.
 
 Ownership
     session, off          written by the link's thread, read by the scheduler's; whole objects
-    answers               whoever reads them appends, the scheduler's takes, under `_arrived`
-    counters to send      the scheduler's thread adds (`count`), the link's takes, under `_arrived`
-    grants to return      either thread, under `_arrived`
-    what is to be cleared any thread, under `_arrived`
+    counters to send      the scheduler's thread adds (`count`), the link's takes, under `_owing`
+    grants to return      either thread, under `_owing`
+    what is to be cleared any thread, under `_owing`
 """
 
 import contextlib
@@ -30,6 +29,7 @@ from kvtide.config import Config
 from kvtide.core import messages as m
 from kvtide.core.keys import FORMAT_VERSION, FieldValue, encode, fingerprint
 from kvtide.core.reasons import Off, OffReason
+from kvtide.engines.vllm.answers import Answer, Answers
 from kvtide.engines.vllm.facts import agreed_facts
 from kvtide.engines.vllm.weights import Hashing, Known, WeightsDigest
 from kvtide.node.supervise import NodeStarter
@@ -39,8 +39,6 @@ from kvtide.wire.link import Link
 from kvtide.wire.places import Places
 
 logger = logging.getLogger("vllm.kvtide")
-
-Answer = m.Match | m.Pending | m.StoreAnswer
 
 FAILED_LOADS = {
     "recompute": "failed loads are recomputed",
@@ -97,9 +95,8 @@ class EngineSession:
         self._places = places
         self._incarnation = secrets.token_bytes(16)
         self._starter = NodeStarter(config.runtime_dir, config.node_environment)
-        self._arrived = threading.Lock()
-        self._answers: deque[Answer] = deque()
-        self._abandoned: set[int] = set()
+        self._owing = threading.Lock()
+        self._answers = Answers()
         self._returned: list[int] = []
         self._returned_last: deque[int] = deque(maxlen=RETURNS_MAX)
         self._uncleared: dict[m.Clear, None] = {}
@@ -112,8 +109,6 @@ class EngineSession:
         self._said_off: OffReason | None = None  # on this connection, after the fingerprint
         self._said_digests: tuple[bytes, ...] | None = None
         self._line = ""
-        self.last_grant = 0
-        """The highest grant of this node that the scheduler's thread has taken in."""
         self.session: Session | None = None
         self.off: Off | None = None
         self._link = Link(places.socket, self, "kvtide-scheduler")
@@ -150,7 +145,11 @@ class EngineSession:
     def ask(self, question: m.Lookup | m.Probe | m.StoreOffer) -> bool:
         """Send a question, whose answer the engine's next step reads; False where that fails."""
         self._link.leave_reading(True)
-        return self._link.send(question)
+        self._answers.asked(question.number)
+        is_sent = self._link.send(question)
+        if not is_sent:
+            self._answers.not_sent(question.number)
+        return is_sent
 
     def leave_reading(self, others_read: bool) -> None:
         """Whether the next step reads what comes; else the link's thread does."""
@@ -169,29 +168,22 @@ class EngineSession:
         Waits at most so long for the first; None takes what has been read before.
         """
         if wait_s is not None:
-            self._link.read_now(self._take_answer, 0.0 if self._answers else wait_s)
-        with self._arrived:
-            answers = list(self._answers)
-            self._answers.clear()
-            for answer in answers:
-                if isinstance(answer, m.StoreAnswer):
-                    self.last_grant = max(self.last_grant, *answer.grants, 0)
-        return answers
+            wait_s = 0.0 if self._answers.are_waiting else wait_s
+            self._link.read_now(self._take_answer, wait_s)
+        return self._answers.take()
 
     def abandon(self, number: int) -> None:
-        """Nobody waits for this answer any more: what it grants goes back as soon as it comes.
-
-        The engine may take no step for a long time, so the link's thread sees to it.
-        """
-        with self._arrived:
-            early = [answer for answer in self._answers if answer.number == number]
-            self._answers = deque(one for one in self._answers if one.number != number)
-            may_come = self.session is not None  # else `on_down` has seen to those before
-            if may_come and all(isinstance(answer, m.Pending) for answer in early):
-                self._abandoned.add(number)
+        """Nobody waits for this answer any more: what it grants goes back as soon as it comes."""
+        early = self._answers.give_up(number)
         self._link.leave_reading(False)
         for answer in early:
             self._give_back(answer)
+
+    def _abandon_all(self) -> None:
+        """Another session: whatever was asked before is void."""
+        for answer in self._answers.give_up_all():
+            self._give_back(answer)
+        self._link.leave_reading(False)
 
     def return_grants(self, grants: list[int]) -> None:
         """These were never planned: they go back, at once or as soon as there is a connection.
@@ -199,13 +191,13 @@ class EngineSession:
         The engine may take no step for a long time, so nothing here waits for one.
         """
         if grants:
-            with self._arrived:
+            with self._owing:
                 self._returned += grants
             self._send_returned()
 
     def _send_returned(self) -> None:
         # Under the lock, which a new connection takes: these are due there, or sent here.
-        with self._arrived:
+        with self._owing:
             if self._returned and self._link.send(m.GrantReturn(self._returned)):
                 self._returned_last.extend(self._returned)
                 self._returned = []
@@ -213,12 +205,12 @@ class EngineSession:
     def clear(self, salts: set[bytes]) -> None:
         """What was stored for these salts (digests) may be wrong: nobody shall find it. Any thread
         may call this; it is said now, and on each new connection until the node has answered."""
-        with self._arrived:
+        with self._owing:
             self._uncleared |= {m.Clear(self._last_sent, salt): None for salt in sorted(salts)}
         self._send_clears()
 
     def _send_clears(self) -> None:
-        with self._arrived:
+        with self._owing:
             for clear in list(self._uncleared):
                 if self._link.send(clear):
                     del self._uncleared[clear]
@@ -230,7 +222,7 @@ class EngineSession:
 
     def count(self, increments: Mapping[str, int]) -> None:
         """Add to what is sent to the node once a second."""
-        with self._arrived:
+        with self._owing:
             for name, increment in increments.items():
                 self._counts[name] = self._counts.get(name, 0) + increment
 
@@ -256,18 +248,18 @@ class EngineSession:
             pid=os.getpid(),
             label=identity.label,
             worker_count=identity.worker_count,
-            last_grant=self.last_grant,
+            last_grant=self._answers.last_grant,
         )
 
     def on_up(self, welcome: m.Welcome) -> None:
         """The node has taken us; its word on the workers follows."""
         if self._welcome is None or self._welcome.node != welcome.node:
-            self.last_grant = 0
+            self._answers.last_grant = 0
         self._welcome = welcome
         self._facts = None
         self._sent, self._said_off = b"", None
         self._said_digests = None
-        with self._arrived:
+        with self._owing:
             self._returned += self._returned_last
             self._returned_last.clear()
             self._uncleared = dict.fromkeys([*self._clearing, *self._uncleared])
@@ -294,7 +286,7 @@ class EngineSession:
             case m.Match() | m.Pending() | m.StoreAnswer():
                 self._answered(message)
             case m.Clear():
-                with self._arrived, contextlib.suppress(ValueError):  # done once, said twice
+                with self._owing, contextlib.suppress(ValueError):  # done once, said twice
                     self._clearing.remove(message)
             case m.Workers():
                 self._facts = message
@@ -304,13 +296,9 @@ class EngineSession:
                 self._serving(off_reason, off_detail)
 
     def _answered(self, answer: Answer) -> None:
-        with self._arrived:
-            is_late = answer.number in self._abandoned
-            if not is_late:
-                self._answers.append(answer)
-            elif not isinstance(answer, m.Pending):
-                self._abandoned.discard(answer.number)
-        if is_late:
+        if self.session is None:  # asked before the scheduler's thread saw that
+            self._answers.give_up(answer.number)
+        if not self._answers.arrived(answer):
             self._give_back(answer)
 
     def _give_back(self, answer: Answer) -> None:
@@ -323,9 +311,7 @@ class EngineSession:
     def on_down(self, *, node_is_dead: bool) -> None:
         """Everything asked is void; a dead node is replaced."""
         self.session = None
-        with self._arrived:
-            self._answers.clear()
-            self._abandoned.clear()
+        self._answers.lost()
         if node_is_dead:
             self._starter.dead(time.monotonic())
 
@@ -358,7 +344,7 @@ class EngineSession:
         self._identify()
 
     def _send_counts(self) -> None:
-        with self._arrived:
+        with self._owing:
             counts, self._counts = self._counts, {}
         if counts and not self._link.send(m.Counts(counts)):
             self.count(counts)
@@ -452,6 +438,8 @@ class EngineSession:
             return
         self.off = None
         self._starter.served()
+        self.session = None
+        self._abandon_all()  # before anything is asked in the new one
         self.session = Session(value)
         self._say(
             f"kvtide on: node {welcome.pid}, host {format_bytes(welcome.host_bytes)}, "
@@ -463,6 +451,7 @@ class EngineSession:
 
     def _turn_off(self, off: Off) -> None:
         self.session = None
+        self._abandon_all()
         is_news = self.off is None or self.off.reason != off.reason
         self.off = off
         if is_news:

@@ -80,6 +80,12 @@ class ToyAdapters:
         self._salts.setdefault(path, set()).add(salt)
         return True
 
+    def step_planned(self) -> None:
+        """Nothing is looked at here that steps prove."""
+
+    def step_ended(self) -> None:
+        """As above."""
+
     def take_changed(self) -> set[str]:
         changed, self._changed = self._changed, set()
         return changed

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from kvtide.engines.vllm import adapter_numbers, lookups, scheduler, session, worker
+from kvtide.engines.vllm import adapter_numbers, answers, lookups, scheduler, session, worker
 from kvtide.errors import WireError
 from kvtide.memory import mapped
 from kvtide.node import runtime, supervise, tiers
@@ -32,6 +32,7 @@ MODULES: dict[ModuleType, tuple[str, ...]] = {
     runtime: ("asyncio", "os", "NodeMemory", "pidfd_fault", "logger"),
     tiers: ("time", "logger"),
     supervise: ("fcntl", "os", "time", "Places", "start_node"),
+    answers: ("threading",),
     session: ("os", "secrets", "threading", "time", "NodeStarter", "logger"),
     scheduler: ("secrets", "time", "logger"),
     lookups: ("time",),

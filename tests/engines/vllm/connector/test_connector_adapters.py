@@ -2,7 +2,9 @@
 
 import threading
 import time
+from dataclasses import replace as replace_options
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
@@ -191,6 +193,33 @@ def test_what_was_loaded_and_stored_under_a_wrong_name_is_forgotten_everywhere(
         result = engine.generate(again, adapter=lora)
         assert (result.external, result.local) == (0, 0)
     assert held_chunks(toys) == 0, "of no request"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_is_stored_by_a_step_that_loads_another_adapter_is_forgotten(
+    is_async: bool, toys: Toys, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was as it should be when the step was planned, and when it was looked at after that."""
+    engine = toys.start(replace_options(options(), is_async=is_async, runs_late=is_async))
+    lora, side = with_adapter(engine, adapter, tmp_path / "kept"), scheduler_of(engine)
+    name(engine, lora)
+    adapters, build_plan, path = side._adapters, side.build_plan, str(adapter)
+    planned: list[object] = []
+
+    def plan_and_look(output: object) -> Any:
+        plan = build_plan(output)
+        if plan.stores and not planned:
+            planned.extend(plan.stores)
+            asked_s = time.monotonic()
+            until("it is looked at", lambda: adapters.digest(path, asked_s) is not None)
+            replace(adapter, b"WEIGHTS")
+            until("that is seen", lambda: adapters._adapters[path].is_distrusted)
+        return plan
+
+    monkeypatch.setattr(side, "build_plan", plan_and_look)
+    engine.generate(tokens(LENGTH), adapter=lora)
+    assert planned
+    until("the node has forgotten it", lambda: held_chunks(toys) == 0)
 
 
 def held_in(toys: Toys) -> int:

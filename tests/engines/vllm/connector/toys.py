@@ -207,7 +207,7 @@ def has_answer(engine: ToyEngine) -> bool:
     """Whether the node's word has come; it is read, and not taken in."""
     link = scheduler_of(engine)._link
     link._link.read_now(link._take_answer)
-    return bool(link._answers)
+    return bool(link._answers.are_waiting)
 
 
 def session(engine: ToyEngine) -> object:
