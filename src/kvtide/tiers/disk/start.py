@@ -100,7 +100,7 @@ def open_directory(
         raise ConfigError(
             f"the disk {directory.path} cannot be read: {error.strerror or error}"
         ) from error
-    except ConfigError:
+    except BaseException:  # whoever tries again must not meet our own lock
         directory.free()
         raise
     finally:
