@@ -119,14 +119,21 @@ def test_the_drive_has_the_next_bytes_while_a_store_is_finished(kv: Path) -> Non
         assert_holds(tier, [first, second], [])
 
 
-def test_bytes_without_a_row_are_given_back_though_the_drive_refused(kv: Path) -> None:
-    """No row can be appended, and no hole punched at once: the space comes back all the same."""
+@pytest.mark.parametrize("suffix", ["rows", "segment"])
+def test_bytes_without_a_row_are_given_back_though_the_drive_refused(
+    kv: Path, suffix: str
+) -> None:
+    """No row can be appended, or not all of the bytes, and no hole punched at once: the space
+    comes back all the same."""
     [chunk] = chain_of(ROOT, layout_of(64 * KiB), text(1, 4))
     with driven(kv) as tier:
         tier.keep(tails(1))
         before = bytes_taken(kv)
         faults = files_of(disk_of(tier))
-        faults.fail(Call.WRITE, errno.EIO, count=1, path_part=".rows")
+        if suffix == "segment":
+            faults.shorten(Call.WRITE, 128 * KiB)
+        nth = 2 if suffix == "segment" else 1
+        faults.fail(Call.WRITE, errno.EIO, nth=nth, count=1, path_part=f".{suffix}")
         faults.fail(Call.PUNCH, errno.EIO, count=1)
         assert tier.store([chunk]) == [StoreOutcome.FAILED]
         assert faults.injected["punch EIO"] == 1

@@ -142,7 +142,9 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A store whose bytes are where they belong; or are not, and why."""
+    """A store whose bytes are where they belong; or are not, and why. `is_left`: some of them are,
+    and could not be taken away."""
 
     op: StoreOp
     error: Exception | None = None
+    is_left: bool = False

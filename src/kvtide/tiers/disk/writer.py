@@ -87,7 +87,9 @@ class Writer:
         self._measure(stores[0].op, seen)
         ends = []
         for one in stores:
-            ended = failed.get(one.op) or Ended(one.op, one.error or seen.error)
+            ended = failed.get(one.op) or Ended(
+                one.op, one.error or seen.error, is_left=one.is_left
+            )
             ended.allocated, ended.free_bytes = seen.allocated, seen.free_bytes
             ended.is_spoiled = ended.error is not None and self._is_spoiled(one.op)
             ends.append(ended)
