@@ -34,7 +34,7 @@ from kvtide.tiers.base import (
 )
 from kvtide.tiers.breaker import Breaker
 from kvtide.tiers.disk import recency, start
-from kvtide.tiers.disk.catalog import Match, Place
+from kvtide.tiers.disk.catalog import Match
 from kvtide.tiers.disk.cleared import CLEARS_MAX, Clears
 from kvtide.tiers.disk.directory import Directory
 from kvtide.tiers.disk.intake import LazyCatalog
@@ -49,6 +49,7 @@ from kvtide.tiers.disk.ops import (
     SealOp,
     StoreOp,
     UnlinkOp,
+    WriteOp,
 )
 from kvtide.tiers.disk.room import WATERMARK_RATIO, Room
 from kvtide.tiers.disk.space import Space
@@ -66,6 +67,8 @@ logger = logging.getLogger("kvtide.disk")
 QUEUE_BYTES_MAX = 512 * MiB
 SHRINK_S_MAX = 1.0
 """So long a start evicts down to a cap that was lowered; the rest comes while it serves."""
+CHANGE_MS_MAX = 30_000
+"""A write, or a hole, that takes longer hangs: stores behind it were dropped long ago."""
 MEASURE_MS = 1_000
 """The file system's free space is asked for so often, and with every write: others use it too."""
 
@@ -129,6 +132,7 @@ class DiskTier:
         self._do_stores_fail = False  # the last one did
         self._workers = Workers(self._directory, wake)
         self._hung: Hung[LoadOp] = Hung(lambda _: T_LOAD_MS)
+        self._hung_changes: Hung[WriteOp] = Hung(lambda _: CHANGE_MS_MAX)
         self._room = Room(disk, self._catalog, self._space, self._workers)
         parts = (self._catalog, self._space, self._room, self._workers)
         self._stores = Stores(disk, *parts, self._end, queue_bytes_max)
@@ -264,11 +268,15 @@ class DiskTier:
         elif not self._writes.is_open:
             self._clears.retry()
             self._room.retry_in_time(self._now_ms)
+        real_ms = int(time.monotonic() * 1000)  # ticks may come late, or two at once
+        hung_changes = self._hung_changes.look(self._workers.running_changes(), real_ms)
+        if hung_changes and self._writes.hung(CHANGE_MS_MAX, self._now_ms):
+            self._stop_stores()
         hung = self._hung.look(self._workers.running_loads(), self._now_ms)
         if hung and self._reads.hung(T_LOAD_MS, self._now_ms):
             self._break_reads()
         if not self._are_all_hung and self._reads.wants_probe(self._now_ms):
-            place = self._place_to_probe()
+            place = self._unreadable.place_to_probe(self._catalog)
             self._workers.write(ReadProbeOp(place, self._space.ours()))
         if not (self._writes.is_open or self._is_measuring) and (
             self._now_ms - self._measured_ms >= MEASURE_MS
@@ -277,11 +285,6 @@ class DiskTier:
             self._measured_ms = self._now_ms
             self._workers.write(MeasureOp())
         self._pump()
-
-    def _place_to_probe(self) -> Place | None:
-        """Of a record that could be read, as far as is known; None: there is none."""
-        row = self._unreadable.row_to_probe(self._catalog.index)
-        return None if row is None else self._catalog.place(row)
 
     def _take_results(self) -> None:
         while self._workers.results:
@@ -375,8 +378,11 @@ class DiskTier:
             return
         self._do_stores_fail = self._do_stores_fail or is_store
         if self._writes.failed(ended.error, self._now_ms):
-            self._room.roll()
-            self._stores.take_back(StoreOutcome.BROKEN)
+            self._stop_stores()
+
+    def _stop_stores(self) -> None:
+        self._room.roll()
+        self._stores.take_back(StoreOutcome.BROKEN)
 
     def _look_at_directory(self) -> None:
         """Where a probe has made an emptied directory ours again, nothing is left of before."""
@@ -447,7 +453,9 @@ class DiskTier:
             self._room.flush()
         if self._workers.stop(max(0.0, until - time.monotonic())):
             self._take_results()
-            self._leave_recency(until)
+            if not self._writes.is_open:
+                used, is_room_for = self._catalog.used(), self._space.is_room_for
+                recency.leave(self._directory, used, is_room_for, until)
             self._directory.free()
         self._clears.tell_unmade()
 
@@ -455,12 +463,6 @@ class DiskTier:
     def unsaid_count(self) -> int:
         """How many records that were taken away the next start will find again."""
         return self._room.unsaid_count
-
-    def _leave_recency(self, until: float) -> None:
-        """For the next start, where there is room."""
-        content = recency.encode(self._catalog.used())
-        if not self._writes.is_open and self._space.is_room_for(len(content)):
-            recency.write_until(self._directory, content, until)
 
     def _shrink(self, until: float) -> None:
         """A cap that is lower than it was holds before anybody is served, or nearly."""
