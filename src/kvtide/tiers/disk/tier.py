@@ -38,6 +38,7 @@ from kvtide.tiers.disk.catalog import Match
 from kvtide.tiers.disk.cleared import CLEARS_MAX, Clears
 from kvtide.tiers.disk.directory import Directory
 from kvtide.tiers.disk.intake import LazyCatalog
+from kvtide.tiers.disk.merging import Merging
 from kvtide.tiers.disk.ops import (
     ClearOp,
     Ended,
@@ -136,6 +137,7 @@ class DiskTier:
         self._room = Room(disk, self._catalog, self._space, self._workers)
         parts = (self._catalog, self._space, self._room, self._workers)
         self._stores = Stores(disk, *parts, self._end, queue_bytes_max)
+        self._merging = Merging(disk, *parts, self._writes, self._begin_load)
         self._clears = Clears(disk, self._workers)
         doomed = start.open_directory(
             self._directory, self._catalog, self._space, self._clears, floor_bytes
@@ -178,11 +180,14 @@ class DiskTier:
         if self._catalog.record(row) != record:
             return self._end_load(job, LoadOutcome.ABSENT)
         self._catalog.touch([row])
-        self._catalog.hold(record.key)
+        return self._begin_load(job, row)
+
+    def _begin_load(self, job: LoadJob, row: int) -> None:
+        self._catalog.hold(job.record.key)
         op = LoadOp(job, self._catalog.place(row))
         self._room.begin_load(op.place)
         self._loads.add(op)
-        return self._workers.load(op)
+        self._workers.load(op)
 
     def store(self, job: StoreJob) -> None:
         if self._is_closed:
@@ -198,26 +203,14 @@ class DiskTier:
         if len(self._clears) >= CLEARS_MAX:
             logger.warning("disk %s: %d clears wait; all is cleared", self.path, CLEARS_MAX)
             scope = EVERYTHING
-        kinds = self._kinds_of(scope)
+        kinds = self._catalog.kinds_of(scope)
         if not self._is_closed:
-            last = self._last_segment_of(scope)
+            last = max(self._room.last_with(scope), self._clears.left_alone_last)
             self._clears.add(scope, last, is_waiting=not self._writes.is_open)
         count = self._catalog.retire(kinds)  # first: a kind ends with the last of its stores
         self._stores.clear(kinds)
         self._pump()
         return count
-
-    def _kinds_of(self, scope: Scope) -> set[int]:
-        """Numbers of those that can be found."""
-        kinds = self._catalog.kinds.items()
-        return {n for n, state in kinds if not state.is_retired and scope.has(state.kind.root)}
-
-    def _last_segment_of(self, scope: Scope) -> int:
-        """That may hold what this means, 0: none does; what is stored from now on lies behind."""
-        last = self._space.last_with(scope)
-        if self._space.active is not None and self._space.active.number == last:
-            self._room.roll()
-        return max(last, self._clears.left_alone_last)
 
     def remove(self, keys: Iterable[bytes]) -> int:
         """Take these records away, and what lies behind them; how many there were."""
@@ -239,6 +232,8 @@ class DiskTier:
         self._wake()
 
     def _end_load(self, job: LoadJob, outcome: LoadOutcome) -> None:
+        if self._merging.loaded(job, outcome):
+            return
         self._loaded[outcome] += 1
         if outcome is LoadOutcome.LOADED:
             self._loaded_bytes += job.record.payload_bytes
@@ -258,7 +253,7 @@ class DiskTier:
 
     def tick(self, now_ms: int) -> None:
         self._now_ms = max(self._now_ms, now_ms)
-        self._stores.now_ms = self._now_ms
+        self._stores.now_ms = self._merging.now_ms = self._now_ms
         self._stores.drop_old()
         if self._is_closed:
             return
@@ -299,7 +294,7 @@ class DiskTier:
                 self._take_load(op, ended)
             case StoreOp() as op:
                 self._space.measured(op.place.segment, ended.allocated)
-                if self._stores.take(op, ended):
+                if (self._merging if op.is_copy else self._stores).take(op, ended):
                     self._judge_write(ended)
             case FreeOp() | UnlinkOp() as op:
                 self._space.measured(op.segment, ended.allocated)
@@ -382,14 +377,14 @@ class DiskTier:
 
     def _stop_stores(self) -> None:
         self._room.roll()
-        self._stores.take_back(StoreOutcome.BROKEN)
+        self._merging.taken_back(self._stores.take_back(StoreOutcome.BROKEN))
 
     def _look_at_directory(self) -> None:
         """Where a probe has made an emptied directory ours again, nothing is left of before."""
         emptied_count = self._directory.emptied_count
         if emptied_count != self._emptied_count and not self._is_closed:
             self._emptied_count = emptied_count
-            kinds = self._kinds_of(EVERYTHING)
+            kinds = self._catalog.kinds_of(EVERYTHING)
             self._catalog.retire(kinds)
             self._stores.clear(kinds)
             self._room.roll()
@@ -397,7 +392,7 @@ class DiskTier:
 
     def _break_reads(self) -> None:
         self._take_back_loads(LoadOutcome.BROKEN)
-        self._stores.take_back(StoreOutcome.BROKEN)
+        self._merging.taken_back(self._stores.take_back(StoreOutcome.BROKEN))
 
     def _take_back_loads(self, outcome: LoadOutcome) -> None:
         """Loads that no thread has begun end so."""
@@ -419,6 +414,14 @@ class DiskTier:
             self._room.flush()
             if self._room.has_more:
                 self._wake()
+            elif self._is_idle:
+                self._merging.go_on()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nobody waits for anything that the drive does."""
+        is_asked = len(self._loads) > self._merging.loading_count or self._stores.queued_bytes
+        return self._catalog.is_swept and not (is_asked or self._reads.is_open)
 
     # ---- numbers and the end
 
@@ -440,9 +443,9 @@ class DiskTier:
     def close(self, timeout_s: float) -> None:
         if self._is_closed:
             return
-        self._is_closed = True
+        self._is_closed = self._merging.is_closed = True
         self._take_back_loads(LoadOutcome.CLOSED)
-        self._stores.take_back(StoreOutcome.CLOSED)
+        self._merging.taken_back(self._stores.take_back(StoreOutcome.CLOSED))
         self._catalog.leave_rest()
         self._clears.retry()
         self._room.retry()
@@ -485,7 +488,8 @@ class DiskTier:
                 self._room.sweep()
             if not self._writes.is_open:
                 self._room.flush()
-            is_quiet = not (self._loads or self._stores.is_writing or self._room.is_removing)
+            running = self._loads, self._stores.is_writing, self._merging.is_writing
+            is_quiet = not (any(running) or self._room.is_removing)
             if is_quiet or not self._workers.wait_result(until - time.monotonic()):
                 return
 
