@@ -199,11 +199,8 @@ class LazyCatalog(Catalog):
         loser, winner = sorted(rows, key=self._segments.__getitem__)
         self.index[key] = winner
         self._doomed.append(self.remove(loser))
-        self._note_left_behind(loser, key)
-
-    def _note_left_behind(self, row: int, key: bytes) -> None:
-        if self._children[row]:
-            self._left_behind[row] = key
+        if self._children[loser]:
+            self._left_behind[loser] = key
 
     def _join_left_behind(self) -> None:
         """What stands below rows that are gone stands below those that have their keys now. A step
@@ -240,8 +237,8 @@ class LazyCatalog(Catalog):
             if twin is not None and self._segments[twin] < one.segment:
                 self._doomed.append(self.remove(twin))
         for at in one.gone:
-            row = one.first_row + at
-            self._note_left_behind(row, one.columns.key_of(at))
+            if self._children[one.first_row + at]:  # still, now that all that are gone are
+                self._left_behind[one.first_row + at] = one.columns.key_of(at)
         for key in self._gone_keys.keys() & fresh.keys():
             if self._gone_keys[key] > one.segment:
                 self._doomed.append(self.remove(fresh.pop(key)))
