@@ -1,6 +1,7 @@
 """Stores on their way to the drive: bytes ahead of rows, several at once, each with its end."""
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, text
 from kvtide.tiers.base import LoadOutcome, StoreJob, StoreOutcome
 from kvtide.tiers.disk import sealing, workers
+from kvtide.tiers.disk.check import check
 from kvtide.tiers.disk.workers import BYTES_THREADS, LOAD_THREADS
 from kvtide.units import KiB, MiB
 from tests.tiers.disk_place import (
@@ -144,6 +146,20 @@ def test_bytes_without_a_row_are_given_back_though_the_drive_refused(
         assert_holds(tier, [chunk, *tails(1)], [])
     with driven(kv) as tier:
         assert_holds(tier, [chunk, *tails(1)], [])
+
+
+def test_a_row_that_could_not_be_synced_is_taken_back(kv: Path, tmp_path: Path) -> None:
+    """Its bytes are: a start after a kill would find a record there, and call it damaged."""
+    with driven(kv, sync="each") as tier:
+        tier.keep(tails(1))
+        files_of(disk_of(tier)).fail(Call.SYNC, errno.EIO, count=1, path_part=".rows")
+        assert tier.store(tails(1, first=5)) == [StoreOutcome.FAILED]
+        shutil.copytree(kv, tmp_path / "killed")
+        assert [one.fault for one in check(tmp_path / "killed")] == [""]
+        tier.keep(tails(1, first=5))
+        assert_holds(tier, [*tails(1), *tails(1, first=5)], [])
+    with driven(tmp_path / "killed") as tier:
+        assert_holds(tier, tails(1), tails(1, first=5))
 
 
 def test_a_log_that_is_spoiled_costs_one_segment(kv: Path) -> None:
