@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvtide.codec.record import header_bytes
 from kvtide.core.records import Record
 from kvtide.testing.faulty_files import FaultyFiles
@@ -52,11 +54,17 @@ def disk_of(tier: DrivenTier) -> DiskTier:
 
 
 def settle(tier: DrivenTier) -> None:
-    """Wait until nothing is being given back."""
+    """Wait until nothing is being given back, or copied."""
     disk = disk_of(tier)
-    while disk._room.is_removing:
+    while disk._room.is_removing or disk._merging.is_busy:
         assert disk._workers.wait_result(WAIT_S)
         tier.poll()
+
+
+def keep_few(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> None:
+    """More segments than these are many: records of those that hold little are put together."""
+    monkeypatch.setattr("kvtide.tiers.disk.merging.SEGMENTS_RATIO", 0)
+    monkeypatch.setattr("kvtide.tiers.disk.merging.SEGMENTS_SPARE", count)
 
 
 def tails(count: int, first: int = 0) -> list[Record]:

@@ -1,5 +1,6 @@
 """What is damaged at rest is a miss that removes exactly that record, and nothing else."""
 
+import logging
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.codec import record as codec
+from kvtide.testing.faulty_files import Call
 from kvtide.testing.tier_records import chain_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from tests.tiers.disk_place import (
@@ -19,6 +21,7 @@ from tests.tiers.disk_place import (
     bytes_taken,
     disk_of,
     driven,
+    files_of,
     flip,
     keep,
     payload_offset,
@@ -207,6 +210,24 @@ def test_rows_of_another_segment_are_not_believed(kv: Path) -> None:
     second.write_bytes(held)
     with driven(kv) as tier:
         assert_holds(tier, tails(4) + tails(5, first=100), [])
+
+
+def test_a_kill_before_the_first_row_is_no_damage(
+    tmp_path: Path, kv: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is warned of; what was whole by then is there."""
+    with driven(kv) as tier:
+        files_of(disk_of(tier)).stall(Call.OPEN, path_part=".rows")
+        job = tier.submit_store(tails(1)[0])
+        files_of(disk_of(tier)).wait_stalled(1)
+        shutil.copytree(kv, tmp_path / "killed")
+        files_of(disk_of(tier)).release()
+        assert tier.stored(job) is StoreOutcome.STORED
+    caplog.clear()
+    assert not list((tmp_path / "killed").glob("*.rows"))
+    with driven(tmp_path / "killed") as tier:
+        assert_holds(tier, tails(1), [])
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
 def test_half_a_record_without_a_row_is_not_adopted(kv: Path) -> None:

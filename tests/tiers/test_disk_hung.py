@@ -15,6 +15,9 @@ from kvtide.tiers.disk.workers import LOAD_THREADS
 from kvtide.units import KiB
 from tests.tiers.disk_place import ROOT, assert_holds, disk_of, driven, files_of, tails
 
+HUNG_MS = 20
+"""For a change of the directory, in place of half a minute."""
+
 
 def hang(tier: DrivenTier, count: int) -> list[int]:
     """So many loads; those that threads have begun stand still for too long. Their jobs."""
@@ -90,6 +93,71 @@ def test_a_probe_behind_a_write_that_hangs_keeps_nobody_waiting(tmp_path: Path) 
         assert tier.loaded(loads[0]) is LoadOutcome.LOADED
         assert tier.tier.statistics().state == "on"
         assert_holds(tier, [*tails(8), *tails(1, first=50)], [])
+
+
+@pytest.mark.parametrize("path_part", [".segment", ".rows"])
+def test_stores_stop_when_a_write_does_not_come_back(
+    tmp_path: Path,
+    path_part: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One line; what comes then ends at once, loads go on, until the drive comes back."""
+    with driven(tmp_path / "kv") as tier:
+        tier.keep(tails(2))
+        caplog.clear()
+        files = files_of(disk_of(tier))
+        files.stall(Call.WRITE, path_part=path_part)
+        job = tier.submit_store(tails(1, first=50)[0])
+        files.wait_stalled(1)
+        for _ in range(3):
+            tier.pass_time(60_000)
+        assert tier.tier.statistics().state == "on", "a clock that jumps proves nothing"
+        monkeypatch.setattr("kvtide.tiers.disk.tier.CHANGE_MS_MAX", HUNG_MS)
+        while tier.tier.statistics().state == "on":
+            tier.pass_time(1)
+            tier.poll_for(0.01)
+        assert f"{HUNG_MS} ms" in tier.tier.statistics().state
+        assert tier.store(tails(1, first=60)) == [StoreOutcome.BROKEN]
+        assert tier.load(tails(1)[0]) is LoadOutcome.LOADED
+        for _ in range(5):
+            tier.pass_time(60_000)
+            assert tier.tier.statistics().state != "on"
+        monkeypatch.undo()
+        files.release()
+        assert tier.stored(job) is StoreOutcome.STORED
+        while tier.tier.statistics().state != "on":
+            tier.pass_time(60_000)
+            tier.poll_for(0.02)
+        tier.keep(tails(1, first=60))
+        lines = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+        assert len(lines) == 2, lines
+        assert_holds(tier, [*tails(2), *tails(1, first=50), *tails(1, first=60)], [])
+
+
+@pytest.mark.parametrize("call", [Call.PUNCH, Call.SYNC])
+def test_a_hole_or_a_sync_that_does_not_come_back_is_told_of(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is stored once no room comes, or nothing is sealed: the state says why."""
+    with driven(tmp_path / "kv", segment_bytes=1 << 17) as tier:
+        tier.keep(tails(2))
+        with files_of(disk_of(tier)).stalled(call):
+            if call is Call.SYNC:
+                disk_of(tier)._room.roll()
+            else:
+                disk_of(tier).remove([tails(1)[0].key])
+            files_of(disk_of(tier)).wait_stalled(1)
+            monkeypatch.setattr("kvtide.tiers.disk.tier.CHANGE_MS_MAX", HUNG_MS)
+            while tier.tier.statistics().state == "on":
+                tier.pass_time(1)
+                tier.poll_for(0.01)
+        monkeypatch.undo()
+        tier.wait(tier.running())
+        while tier.tier.statistics().state != "on":
+            tier.pass_time(60_000)
+            tier.poll_for(0.02)
+        tier.keep(tails(2))
 
 
 def test_what_is_stored_while_a_probe_finds_the_directory_emptied_is_found_or_not_stored(

@@ -17,7 +17,7 @@ from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, text
 from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.files import Buffer
-from tests.tiers.disk_place import ROOT, TINY, bytes_taken, disk_of, driven, settle
+from tests.tiers.disk_place import ROOT, TINY, bytes_taken, disk_of, driven, keep_few, settle
 from tests.tiers.lost_writes import LostWrites
 from tests.tiers.test_disk_power import (
     BLOCKS,
@@ -136,11 +136,23 @@ class Lives:
     def note(self, index_names: dict[bytes, str]) -> None:
         """Since when no loss of power could take what: by the index that names it."""
         sure = self.files.sure_names(".index")
-        self.history.sealed = {key: sure.get(name, NEVER) for key, name in index_names.items()}
+        before = self.history.sealed  # a copy is as sure as what it is of
+        self.history.sealed = {
+            key: min(sure.get(name, NEVER), before.get(key, NEVER))
+            for key, name in index_names.items()
+        }
         if self.was_cleared:
             self.history.cleared = max(self.files.sure_names(".cleared").values())
 
 
+@pytest.fixture(params=["", "merging"])
+def merging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether few segments are many."""
+    if request.param:
+        keep_few(monkeypatch)
+
+
+@pytest.mark.usefixtures("merging")
 @pytest.mark.parametrize("how", HISTORIES)
 @pytest.mark.parametrize(
     "seeds", [range(4), pytest.param(range(4, 24), marks=pytest.mark.long)], ids=["few", "many"]

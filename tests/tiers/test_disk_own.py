@@ -336,3 +336,20 @@ def test_a_lock_that_cannot_be_read_costs_no_descriptor(kv: Path) -> None:
 def locks_in(kv: Path) -> list[str]:
     """Descriptors of locks."""
     return [name for name in open_files() if name.startswith(str(kv / "LOCK"))]
+
+
+def test_a_start_that_ends_by_anything_gives_the_lock_back(
+    kv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who tries again must not be told that this process has the disk."""
+    keep(kv, tails(2))
+
+    def have_no_memory(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtide.tiers.disk.intake.LazyCatalog.take", have_no_memory)
+        with pytest.raises(MemoryError):
+            open_disk(kv)
+    with driven(kv) as tier:
+        assert_holds(tier, tails(2), [])

@@ -16,7 +16,15 @@ from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, StoreJob, StoreOutcome
 from kvtide.tiers.disk_names import LOCK
 from kvtide.units import KiB, MiB
-from tests.tiers.disk_place import bytes_taken, disk_of, driven, files_of, settle, tails
+from tests.tiers.disk_place import (
+    bytes_taken,
+    disk_of,
+    driven,
+    files_of,
+    keep_few,
+    settle,
+    tails,
+)
 
 if TYPE_CHECKING:
     from kvtide.testing.tier_drive import DrivenTier
@@ -147,10 +155,12 @@ def live_three_times(world: World, kv: Path) -> None:
             compare(world, "after a restart")
 
 
-@pytest.fixture(params=["at once", "by and by"])
+@pytest.fixture(params=["at once", "by and by", "merging"])
 def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How rows are made of what a start has read."""
-    if request.param == "by and by":
+    """How rows are made of what a start has read; and whether few segments are many."""
+    if request.param == "merging":
+        keep_few(monkeypatch)
+    elif request.param == "by and by":
         monkeypatch.setattr("kvtide.tiers.disk.intake.EAGER_ROWS", -1)
 
 

@@ -1,6 +1,7 @@
 """Stores on their way to the drive: bytes ahead of rows, several at once, each with its end."""
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, text
 from kvtide.tiers.base import LoadOutcome, StoreJob, StoreOutcome
 from kvtide.tiers.disk import sealing, workers
+from kvtide.tiers.disk.check import check
 from kvtide.tiers.disk.workers import BYTES_THREADS, LOAD_THREADS
 from kvtide.units import KiB, MiB
 from tests.tiers.disk_place import (
@@ -119,14 +121,21 @@ def test_the_drive_has_the_next_bytes_while_a_store_is_finished(kv: Path) -> Non
         assert_holds(tier, [first, second], [])
 
 
-def test_bytes_without_a_row_are_given_back_though_the_drive_refused(kv: Path) -> None:
-    """No row can be appended, and no hole punched at once: the space comes back all the same."""
+@pytest.mark.parametrize("suffix", ["rows", "segment"])
+def test_bytes_without_a_row_are_given_back_though_the_drive_refused(
+    kv: Path, suffix: str
+) -> None:
+    """No row can be appended, or not all of the bytes, and no hole punched at once: the space
+    comes back all the same."""
     [chunk] = chain_of(ROOT, layout_of(64 * KiB), text(1, 4))
     with driven(kv) as tier:
         tier.keep(tails(1))
         before = bytes_taken(kv)
         faults = files_of(disk_of(tier))
-        faults.fail(Call.WRITE, errno.EIO, count=1, path_part=".rows")
+        if suffix == "segment":
+            faults.shorten(Call.WRITE, 128 * KiB)
+        nth = 2 if suffix == "segment" else 1
+        faults.fail(Call.WRITE, errno.EIO, nth=nth, count=1, path_part=f".{suffix}")
         faults.fail(Call.PUNCH, errno.EIO, count=1)
         assert tier.store([chunk]) == [StoreOutcome.FAILED]
         assert faults.injected["punch EIO"] == 1
@@ -137,6 +146,20 @@ def test_bytes_without_a_row_are_given_back_though_the_drive_refused(kv: Path) -
         assert_holds(tier, [chunk, *tails(1)], [])
     with driven(kv) as tier:
         assert_holds(tier, [chunk, *tails(1)], [])
+
+
+def test_a_row_that_could_not_be_synced_is_taken_back(kv: Path, tmp_path: Path) -> None:
+    """Its bytes are: a start after a kill would find a record there, and call it damaged."""
+    with driven(kv, sync="each") as tier:
+        tier.keep(tails(1))
+        files_of(disk_of(tier)).fail(Call.SYNC, errno.EIO, count=1, path_part=".rows")
+        assert tier.store(tails(1, first=5)) == [StoreOutcome.FAILED]
+        shutil.copytree(kv, tmp_path / "killed")
+        assert [one.fault for one in check(tmp_path / "killed")] == [""]
+        tier.keep(tails(1, first=5))
+        assert_holds(tier, [*tails(1), *tails(1, first=5)], [])
+    with driven(tmp_path / "killed") as tier:
+        assert_holds(tier, tails(1), tails(1, first=5))
 
 
 def test_a_log_that_is_spoiled_costs_one_segment(kv: Path) -> None:

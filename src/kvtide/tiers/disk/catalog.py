@@ -30,6 +30,7 @@ from kvtide.tiers.disk.kinds import KindState
 from kvtide.tiers.disk.rows import Kept
 from kvtide.tiers.firsts import Firsts, shared_blocks
 from kvtide.tiers.kinds import Kind
+from kvtide.tiers.scope import Scope
 
 SWEEP_ROWS, SWEEP_REMOVALS = 8192, 512
 """Rows that one slice of `sweep` looks at and takes away: about two milliseconds."""
@@ -122,6 +123,15 @@ class Catalog:
         """The row of a record of this kind, whatever it stands below."""
         row = self.index.get(key)
         return row if row is not None and self._kind[row] == kind else None
+
+    def kind_of(self, key: bytes) -> int:
+        """The number of the kind of a record that is there."""
+        return self._kind[self.index[key]]
+
+    def kinds_of(self, scope: Scope) -> set[int]:
+        """Numbers of the kinds that a scope means and that can be found."""
+        kinds = self.kinds.items()
+        return {n for n, state in kinds if not state.is_retired and scope.has(state.kind.root)}
 
     def row_of(self, key: bytes) -> int | None:
         """The row of a record that can be found, of any kind."""
@@ -288,6 +298,29 @@ class Catalog:
         else:
             self._free.append(row)
         return place
+
+    def rows_in(self, segment: int) -> list[int]:
+        """Rows of what lies in a segment, without a step for each row that does not."""
+        column = self._segments
+        content, wanted, size = column.tobytes(), array("I", [segment]).tobytes(), column.itemsize
+        rows, at = [], content.find(wanted)
+        while at >= 0:
+            row, past = divmod(at, size)
+            if not past and self.keys[row] is not None:
+                rows.append(row)
+            at = content.find(wanted, at + 1)
+        return rows
+
+    def move(self, key: bytes, place: Place) -> Place:
+        """A record lies there from now on; where it lay."""
+        row = self.index[key]
+        before, digests = self.place(row), self.digests(row)
+        assert place.length_bytes == before.length_bytes, (place, before)
+        self._digests.drop(row, before.segment)
+        self._digests.put(row, digests)
+        self._segments[row] = place.segment
+        self._pages[row] = place.offset_bytes // CELL_ALIGN_BYTES
+        return before
 
     def _mark(self, row: int) -> None:
         is_used = self.marks[row] in (USED_LEAF, USED_INNER)

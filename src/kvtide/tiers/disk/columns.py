@@ -86,6 +86,10 @@ class Columns:
         """The key of each row."""
         return struct.Struct(f"{KEY_BYTES}s" * len(self)).unpack(self.keys)
 
+    def key_of(self, row: int) -> bytes:
+        """The key of one row."""
+        return self.keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
+
     def cut_digests(self) -> Iterator[bytes]:
         """The digests of each row."""
         begin = 0

@@ -6,7 +6,8 @@
 
 Rows are kept for each segment in the order of segments, whenever they are made, so the clock's
 hand meets what is oldest first. Parents and children of different segments find each other as both
-are there; what has no parent once all are there is taken away.
+are there. Where a parent is gone, or has a later twin, its children find the one that is left once
+all are there (it may have been copied elsewhere); what has no parent then is taken away.
 
 Ownership: the node's owner thread.
 """
@@ -36,6 +37,7 @@ class LazyCatalog(Catalog):
         self._untaken = UntakenSegments()
         self._parentless: dict[bytes, list[int]] = {}  # rows by a parent that has none yet
         self._gone_keys: dict[bytes, int] = {}  # what is gone, and from which segment
+        self._left_behind: dict[int, bytes] = {}  # rows that are gone, not so what is below; keys
         self._doomed: list[Place] = []
         self._was_used: Mapping[int, set[int]] = {}
         self._left: list[int] = []  # segments of which no rows were made by the end
@@ -167,6 +169,7 @@ class LazyCatalog(Catalog):
             for number in one.kinds:
                 self.leave_kind(number)
         if not self._untaken:
+            self._join_left_behind()
             for rows in self._parentless.values():
                 self._doomed += [self.remove(row) for row in rows if self.keys[row] is not None]
             self._parentless, self._gone_keys = {}, {}
@@ -196,6 +199,28 @@ class LazyCatalog(Catalog):
         loser, winner = sorted(rows, key=self._segments.__getitem__)
         self.index[key] = winner
         self._doomed.append(self.remove(loser))
+        if self._children[loser]:
+            self._left_behind[loser] = key
+
+    def _join_left_behind(self) -> None:
+        """What stands below rows that are gone stands below those that have their keys now. A step
+        for each row there is, but only after a kill while some were copied, or nearly."""
+        left, self._left_behind = self._left_behind, {}
+        parents = {
+            row: self.index[key]
+            for row, key in left.items()
+            if key in self.index and self._kind[self.index[key]] == self._kind[row]
+        }
+        for row, back in enumerate(self._back) if parents else ():
+            before = row - back
+            parent = parents.get(before) if back and self.keys[row] is not None else None
+            if parent is not None:
+                self._back[row] = row - parent
+                self._children[before] -= 1
+                self._children[parent] += 1
+                self._mark(parent)
+                if not self._children[before]:
+                    self._free.append(before)
 
     def _remove_gone(self, one: Untaken, fresh: dict[bytes, int]) -> None:
         """Rows that are not there any more, and earlier twins of those, which nobody could take
@@ -211,6 +236,9 @@ class LazyCatalog(Catalog):
             twin = self.index.get(key)
             if twin is not None and self._segments[twin] < one.segment:
                 self._doomed.append(self.remove(twin))
+        for at in one.gone:
+            if self._children[one.first_row + at]:  # still, now that all that are gone are
+                self._left_behind[one.first_row + at] = one.columns.key_of(at)
         for key in self._gone_keys.keys() & fresh.keys():
             if self._gone_keys[key] > one.segment:
                 self._doomed.append(self.remove(fresh.pop(key)))

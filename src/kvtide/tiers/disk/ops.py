@@ -26,6 +26,7 @@ class StoreOp:
         kind, kind_number: of the record, for the log.
         reserve_bytes: what the owner has set aside for it until it has ended.
         refusals: how often it was known by then that the drive has less room.
+        is_copy: of a record that lies elsewhere, where it goes once the copy is safe.
     """
 
     job: StoreJob
@@ -34,6 +35,7 @@ class StoreOp:
     kind_number: int
     reserve_bytes: int
     refusals: int
+    is_copy: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +144,9 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A store whose bytes are where they belong; or are not, and why."""
+    """A store whose bytes are where they belong; or are not, and why. `is_left`: some of them are,
+    and could not be taken away."""
 
     op: StoreOp
     error: Exception | None = None
+    is_left: bool = False

@@ -14,7 +14,7 @@ import threading
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -71,8 +71,13 @@ def write(directory: Directory, content: bytes) -> None:
         files.rename(path + TEMPORARY, path)
 
 
-def write_until(directory: Directory, content: bytes, until: float) -> None:
-    """The same, but no longer than until then: the drive may hang."""
+def leave(
+    directory: Directory, used: Iterable[Place], is_room_for: Callable[[int], bool], until: float
+) -> None:
+    """The same where there is room, and no longer than until then: the drive may hang."""
+    content = encode(used)
+    if not is_room_for(len(content)):
+        return
     work = partial(write, directory, content)
     thread = threading.Thread(target=work, name="kvtide-disk-used", daemon=True)
     with suppress(RuntimeError):  # the machine grants no thread

@@ -27,7 +27,7 @@ class RecordBytes:
 
     def write(self, stores: list[Summed]) -> list[Written]:
         """Neighbours of one segment, by one call; one by one where that fails, so that each ends
-        as it would have by itself. No byte is left of one that failed, if the drive allows."""
+        as it would have by itself. No byte is left of one that failed, or it says so."""
         try:
             self._open(stores[0].op.place.segment)
         except OSError as error:
@@ -40,14 +40,23 @@ class RecordBytes:
         try:
             write_fully(self._files, self._descriptor, parts, start)
         except OSError as error:
-            with suppress(OSError):  # room for those that fit
-                length = sum(one.op.place.length_bytes for one in stores)
-                self._files.punch(self._descriptor, start, length)
+            is_left = not self._is_taken_back(stores)  # at once: it is room for those that fit
             if len(stores) == 1:
-                return [Written(stores[0].op, bare(error))]
+                return [Written(stores[0].op, bare(error), is_left)]
         else:
             return [Written(one.op) for one in stores]
         return [written for one in stores for written in self._write([one])]
+
+    def _is_taken_back(self, stores: list[Summed]) -> bool:
+        """Whether a hole is where their bytes were."""
+        start = stores[0].op.place.offset_bytes
+        try:
+            self._files.punch(
+                self._descriptor, start, sum(one.op.place.length_bytes for one in stores)
+            )
+        except OSError:
+            return False
+        return True
 
     def _open(self, number: int) -> None:
         if self._descriptor >= 0 and self._number == number:

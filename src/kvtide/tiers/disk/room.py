@@ -13,6 +13,7 @@ from kvtide.tiers.disk.catalog import Catalog, Place
 from kvtide.tiers.disk.ops import Ended, FreeOp, SealOp, UnlinkOp
 from kvtide.tiers.disk.space import Segment, Space
 from kvtide.tiers.disk.workers import Workers
+from kvtide.tiers.scope import Scope
 
 logger = logging.getLogger("kvtide.disk")
 
@@ -102,6 +103,16 @@ class Room:
         segment = self._space.segments[place.segment]
         segment.live -= 1
         self._look_at(segment)
+
+    def unwritten(self, place: Place, ended: Ended) -> None:
+        """Writing what was to lie here has failed."""
+        if ended.is_left:
+            self.give_back(place)
+        else:
+            self.never_written(place)
+        active = self._space.active
+        if ended.is_spoiled and active is not None and active.number == place.segment:
+            self.roll()
 
     def sweep(self) -> bool:
         """One slice of what nobody can reach; whether there is more."""
@@ -210,6 +221,22 @@ class Room:
     def unsaid_count(self) -> int:
         """Of how many records that were taken away no row says so: a start finds them again."""
         return sum(not is_said for tried in self._tried.values() for is_said in tried.values())
+
+    def last_with(self, scope: Scope) -> int:
+        """Number of the last segment that may hold what this means, 0: none does; what is stored
+        from now on lies behind."""
+        last = self._space.last_with(scope)
+        if self._space.active is not None and self._space.active.number == last:
+            self.roll()
+        return last
+
+    def roll_for(self, length_bytes: int) -> None:
+        """Where the active segment is too full for so much, the next one is begun."""
+        active = self._space.active
+        if active and active.end_bytes + length_bytes > max(
+            self._space.segment_bytes, length_bytes
+        ):
+            self.roll()
 
     def roll(self) -> None:
         """Nothing is appended to the active segment from now on."""

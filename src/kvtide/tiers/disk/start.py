@@ -100,7 +100,7 @@ def open_directory(
         raise ConfigError(
             f"the disk {directory.path} cannot be read: {error.strerror or error}"
         ) from error
-    except ConfigError:
+    except BaseException:  # whoever tries again must not meet our own lock
         directory.free()
         raise
     finally:
@@ -311,10 +311,12 @@ def _read(directory: Directory, number: int, suffixes: set[str], scratch: Scratc
     if not said.is_all:
         count = len(columns)
         columns = scan.with_headers(directory, number, said)
-        logger.warning(
-            "disk %s: rows of segment %d were damaged; %d records are back by their headers",
+        logger.log(
+            logging.WARNING if said.faults else logging.INFO,
+            "disk %s: segment %d %s; %d records are back by their headers",
             directory.path,
             number,
+            "is told of by what is damaged" if said.faults else "has no rows, as after a kill",
             len(columns) - count,
         )
     is_sealed = _sealed(directory, number, columns)

@@ -200,13 +200,7 @@ class Stores:
         pending = self._pending.written.pop(op)
         self._space.reserved_bytes -= op.reserve_bytes
         if ended.error is not None:
-            if ended.is_left:
-                self._room.give_back(op.place)
-            else:
-                self._room.never_written(op.place)
-            active = self._space.active
-            if ended.is_spoiled and active is not None and active.number == op.place.segment:
-                self._room.roll()
+            self._room.unwritten(op.place, ended)
             code = ended.error.errno if isinstance(ended.error, OSError) else None
             self._end_failed(pending, is_full=code in _FULL)
             return code not in _FULL or self._was_refused_again(op, code)
@@ -277,9 +271,7 @@ class Stores:
         state = self._catalog.kinds[pending.kind]
         length = state.length_bytes(record.blocks)
         reserve = store_reserve_bytes(state.kind, length, record.blocks)
-        active = space.active
-        if active and active.end_bytes and active.end_bytes + length > space.segment_bytes:
-            self._room.roll()
+        self._room.roll_for(length)
         is_counted_twice = bool(self._pending.written)  # what is being written, until measured
         is_short = not space.is_above_floor(reserve) or space.was_refused(reserve)
         if is_short and is_counted_twice:
@@ -400,9 +392,12 @@ class Stores:
         ahead = sum(one.job.record.payload_bytes for one in self._pending.written.values())
         return count < WRITING_MAX and ahead < limit
 
-    def take_back(self, outcome: StoreOutcome) -> None:
-        """Stores that no thread has begun end so."""
-        for op in self._workers.take_stores():
+    def take_back(self, outcome: StoreOutcome) -> list[StoreOp]:
+        """Stores that no thread has begun end so; copies of what is there are returned."""
+        taken = self._workers.take_stores()
+        for op in taken:
+            if op.is_copy:
+                continue
             pending = self._pending.written.pop(op)
             self._space.reserved_bytes -= op.reserve_bytes
             self._room.never_written(op.place)
@@ -410,3 +405,4 @@ class Stores:
             self._drop(pending.behind, outcome, outcome)
         self._drop(self._pending.unwritten(), outcome, outcome)
         self._pending.drop_ended()
+        return [op for op in taken if op.is_copy]

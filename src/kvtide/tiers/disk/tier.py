@@ -34,10 +34,11 @@ from kvtide.tiers.base import (
 )
 from kvtide.tiers.breaker import Breaker
 from kvtide.tiers.disk import recency, start
-from kvtide.tiers.disk.catalog import Match, Place
+from kvtide.tiers.disk.catalog import Match
 from kvtide.tiers.disk.cleared import CLEARS_MAX, Clears
 from kvtide.tiers.disk.directory import Directory
 from kvtide.tiers.disk.intake import LazyCatalog
+from kvtide.tiers.disk.merging import Merging
 from kvtide.tiers.disk.ops import (
     ClearOp,
     Ended,
@@ -49,6 +50,7 @@ from kvtide.tiers.disk.ops import (
     SealOp,
     StoreOp,
     UnlinkOp,
+    WriteOp,
 )
 from kvtide.tiers.disk.room import WATERMARK_RATIO, Room
 from kvtide.tiers.disk.space import Space
@@ -66,6 +68,8 @@ logger = logging.getLogger("kvtide.disk")
 QUEUE_BYTES_MAX = 512 * MiB
 SHRINK_S_MAX = 1.0
 """So long a start evicts down to a cap that was lowered; the rest comes while it serves."""
+CHANGE_MS_MAX = 30_000
+"""A write, or a hole, that takes longer hangs: stores behind it were dropped long ago."""
 MEASURE_MS = 1_000
 """The file system's free space is asked for so often, and with every write: others use it too."""
 
@@ -129,9 +133,11 @@ class DiskTier:
         self._do_stores_fail = False  # the last one did
         self._workers = Workers(self._directory, wake)
         self._hung: Hung[LoadOp] = Hung(lambda _: T_LOAD_MS)
+        self._hung_changes: Hung[WriteOp] = Hung(lambda _: CHANGE_MS_MAX)
         self._room = Room(disk, self._catalog, self._space, self._workers)
         parts = (self._catalog, self._space, self._room, self._workers)
         self._stores = Stores(disk, *parts, self._end, queue_bytes_max)
+        self._merging = Merging(disk, *parts, self._writes, self._begin_load)
         self._clears = Clears(disk, self._workers)
         doomed = start.open_directory(
             self._directory, self._catalog, self._space, self._clears, floor_bytes
@@ -174,11 +180,14 @@ class DiskTier:
         if self._catalog.record(row) != record:
             return self._end_load(job, LoadOutcome.ABSENT)
         self._catalog.touch([row])
-        self._catalog.hold(record.key)
+        return self._begin_load(job, row)
+
+    def _begin_load(self, job: LoadJob, row: int) -> None:
+        self._catalog.hold(job.record.key)
         op = LoadOp(job, self._catalog.place(row))
         self._room.begin_load(op.place)
         self._loads.add(op)
-        return self._workers.load(op)
+        self._workers.load(op)
 
     def store(self, job: StoreJob) -> None:
         if self._is_closed:
@@ -194,26 +203,14 @@ class DiskTier:
         if len(self._clears) >= CLEARS_MAX:
             logger.warning("disk %s: %d clears wait; all is cleared", self.path, CLEARS_MAX)
             scope = EVERYTHING
-        kinds = self._kinds_of(scope)
+        kinds = self._catalog.kinds_of(scope)
         if not self._is_closed:
-            last = self._last_segment_of(scope)
+            last = max(self._room.last_with(scope), self._clears.left_alone_last)
             self._clears.add(scope, last, is_waiting=not self._writes.is_open)
         count = self._catalog.retire(kinds)  # first: a kind ends with the last of its stores
         self._stores.clear(kinds)
         self._pump()
         return count
-
-    def _kinds_of(self, scope: Scope) -> set[int]:
-        """Numbers of those that can be found."""
-        kinds = self._catalog.kinds.items()
-        return {n for n, state in kinds if not state.is_retired and scope.has(state.kind.root)}
-
-    def _last_segment_of(self, scope: Scope) -> int:
-        """That may hold what this means, 0: none does; what is stored from now on lies behind."""
-        last = self._space.last_with(scope)
-        if self._space.active is not None and self._space.active.number == last:
-            self._room.roll()
-        return max(last, self._clears.left_alone_last)
 
     def remove(self, keys: Iterable[bytes]) -> int:
         """Take these records away, and what lies behind them; how many there were."""
@@ -235,6 +232,8 @@ class DiskTier:
         self._wake()
 
     def _end_load(self, job: LoadJob, outcome: LoadOutcome) -> None:
+        if self._merging.loaded(job, outcome):
+            return
         self._loaded[outcome] += 1
         if outcome is LoadOutcome.LOADED:
             self._loaded_bytes += job.record.payload_bytes
@@ -254,7 +253,7 @@ class DiskTier:
 
     def tick(self, now_ms: int) -> None:
         self._now_ms = max(self._now_ms, now_ms)
-        self._stores.now_ms = self._now_ms
+        self._stores.now_ms = self._merging.now_ms = self._now_ms
         self._stores.drop_old()
         if self._is_closed:
             return
@@ -264,11 +263,15 @@ class DiskTier:
         elif not self._writes.is_open:
             self._clears.retry()
             self._room.retry_in_time(self._now_ms)
+        real_ms = int(time.monotonic() * 1000)  # ticks may come late, or two at once
+        hung_changes = self._hung_changes.look(self._workers.running_changes(), real_ms)
+        if hung_changes and self._writes.hung(CHANGE_MS_MAX, self._now_ms):
+            self._stop_stores()
         hung = self._hung.look(self._workers.running_loads(), self._now_ms)
         if hung and self._reads.hung(T_LOAD_MS, self._now_ms):
             self._break_reads()
         if not self._are_all_hung and self._reads.wants_probe(self._now_ms):
-            place = self._place_to_probe()
+            place = self._unreadable.place_to_probe(self._catalog)
             self._workers.write(ReadProbeOp(place, self._space.ours()))
         if not (self._writes.is_open or self._is_measuring) and (
             self._now_ms - self._measured_ms >= MEASURE_MS
@@ -277,11 +280,6 @@ class DiskTier:
             self._measured_ms = self._now_ms
             self._workers.write(MeasureOp())
         self._pump()
-
-    def _place_to_probe(self) -> Place | None:
-        """Of a record that could be read, as far as is known; None: there is none."""
-        row = self._unreadable.row_to_probe(self._catalog.index)
-        return None if row is None else self._catalog.place(row)
 
     def _take_results(self) -> None:
         while self._workers.results:
@@ -296,7 +294,7 @@ class DiskTier:
                 self._take_load(op, ended)
             case StoreOp() as op:
                 self._space.measured(op.place.segment, ended.allocated)
-                if self._stores.take(op, ended):
+                if (self._merging if op.is_copy else self._stores).take(op, ended):
                     self._judge_write(ended)
             case FreeOp() | UnlinkOp() as op:
                 self._space.measured(op.segment, ended.allocated)
@@ -375,15 +373,18 @@ class DiskTier:
             return
         self._do_stores_fail = self._do_stores_fail or is_store
         if self._writes.failed(ended.error, self._now_ms):
-            self._room.roll()
-            self._stores.take_back(StoreOutcome.BROKEN)
+            self._stop_stores()
+
+    def _stop_stores(self) -> None:
+        self._room.roll()
+        self._merging.taken_back(self._stores.take_back(StoreOutcome.BROKEN))
 
     def _look_at_directory(self) -> None:
         """Where a probe has made an emptied directory ours again, nothing is left of before."""
         emptied_count = self._directory.emptied_count
         if emptied_count != self._emptied_count and not self._is_closed:
             self._emptied_count = emptied_count
-            kinds = self._kinds_of(EVERYTHING)
+            kinds = self._catalog.kinds_of(EVERYTHING)
             self._catalog.retire(kinds)
             self._stores.clear(kinds)
             self._room.roll()
@@ -391,7 +392,7 @@ class DiskTier:
 
     def _break_reads(self) -> None:
         self._take_back_loads(LoadOutcome.BROKEN)
-        self._stores.take_back(StoreOutcome.BROKEN)
+        self._merging.taken_back(self._stores.take_back(StoreOutcome.BROKEN))
 
     def _take_back_loads(self, outcome: LoadOutcome) -> None:
         """Loads that no thread has begun end so."""
@@ -413,6 +414,14 @@ class DiskTier:
             self._room.flush()
             if self._room.has_more:
                 self._wake()
+            elif self._is_idle:
+                self._merging.go_on()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nobody waits for anything that the drive does."""
+        is_asked = len(self._loads) > self._merging.loading_count or self._stores.queued_bytes
+        return self._catalog.is_swept and not (is_asked or self._reads.is_open)
 
     # ---- numbers and the end
 
@@ -434,9 +443,9 @@ class DiskTier:
     def close(self, timeout_s: float) -> None:
         if self._is_closed:
             return
-        self._is_closed = True
+        self._is_closed = self._merging.is_closed = True
         self._take_back_loads(LoadOutcome.CLOSED)
-        self._stores.take_back(StoreOutcome.CLOSED)
+        self._merging.taken_back(self._stores.take_back(StoreOutcome.CLOSED))
         self._catalog.leave_rest()
         self._clears.retry()
         self._room.retry()
@@ -447,7 +456,9 @@ class DiskTier:
             self._room.flush()
         if self._workers.stop(max(0.0, until - time.monotonic())):
             self._take_results()
-            self._leave_recency(until)
+            if not self._writes.is_open:
+                used, is_room_for = self._catalog.used(), self._space.is_room_for
+                recency.leave(self._directory, used, is_room_for, until)
             self._directory.free()
         self._clears.tell_unmade()
 
@@ -455,12 +466,6 @@ class DiskTier:
     def unsaid_count(self) -> int:
         """How many records that were taken away the next start will find again."""
         return self._room.unsaid_count
-
-    def _leave_recency(self, until: float) -> None:
-        """For the next start, where there is room."""
-        content = recency.encode(self._catalog.used())
-        if not self._writes.is_open and self._space.is_room_for(len(content)):
-            recency.write_until(self._directory, content, until)
 
     def _shrink(self, until: float) -> None:
         """A cap that is lower than it was holds before anybody is served, or nearly."""
@@ -483,7 +488,8 @@ class DiskTier:
                 self._room.sweep()
             if not self._writes.is_open:
                 self._room.flush()
-            is_quiet = not (self._loads or self._stores.is_writing or self._room.is_removing)
+            running = self._loads, self._stores.is_writing, self._merging.is_writing
+            is_quiet = not (any(running) or self._room.is_removing)
             if is_quiet or not self._workers.wait_result(until - time.monotonic()):
                 return
 

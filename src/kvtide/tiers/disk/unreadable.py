@@ -11,10 +11,10 @@ Ownership: the node's owner thread.
 """
 
 import errno
-from collections.abc import Mapping
 from math import inf
 
 from kvtide.errors import CorruptRecord
+from kvtide.tiers.disk.catalog import Catalog, Place
 from kvtide.tiers.disk.ops import LoadOp
 
 SUSPECTS_MAX = 1024
@@ -32,10 +32,11 @@ class Unreadable:
         self._read_count = 0
         self._probed_key: bytes | None = None
 
-    def row_to_probe(self, index: Mapping[bytes, int]) -> int | None:
+    def place_to_probe(self, catalog: Catalog) -> Place | None:
         """Of a record that could be read, as far as is known; None: there is none."""
+        index = catalog.index
         self._probed_key = next((key for key in index if key not in self._suspects), None)
-        return None if self._probed_key is None else index[self._probed_key]
+        return None if self._probed_key is None else catalog.place(index[self._probed_key])
 
     def was_probed_badly(self) -> None:
         """The probe of that record failed, for whatever reason."""

@@ -73,6 +73,7 @@ class Workers:
         self._for_results = threading.Condition(self._lock)
         self._loads: deque[LoadOp] = deque()
         self._running: set[LoadOp] = set()
+        self._changing: set[WriteOp] = set()
         self._writes: deque[WriteOp] = deque()
         self._frees: deque[OtherOp] = deque()
         # Stores of `_writes` by how far they have come; those in work are in none of these.
@@ -140,6 +141,11 @@ class Workers:
         with self._lock:
             return set(self._running)
 
+    def running_changes(self) -> set[WriteOp]:
+        """The same of what changes the directory; the first of stores that go together."""
+        with self._lock:
+            return set(self._changing)
+
     def take_loads(self) -> list[LoadOp]:
         """Loads that no thread has begun; they are the caller's again."""
         with self._lock:
@@ -188,8 +194,10 @@ class Workers:
 
     # ---- the threads
 
-    def _say(self, ends: list[Ended]) -> None:
+    def _say(self, ends: list[Ended], change: WriteOp | None = None) -> None:
         with self._lock:
+            if change is not None:
+                self._changing.discard(change)
             self.results.extend(ends)
             self._for_results.notify()
         self._wake()
@@ -231,7 +239,9 @@ class Workers:
             if not self._frees:
                 return False
             op = self._frees.popleft()
-        self._say([_ended(writer, op)])
+            self._changing.add(op)
+        ended = _ended(writer, op)
+        self._say([ended], op)
         return True
 
     def _run_sums(self) -> None:
@@ -275,6 +285,7 @@ class Workers:
             return not self._is_all_summed()
         written = _written(record_bytes, stores)
         with self._lock:
+            self._changing.discard(stores[0].op)
             self._written.update((one.op, one) for one in written)
             self._for_writes.notify()
         return True
@@ -284,7 +295,9 @@ class Workers:
             if is_waiting:
                 self._for_bytes.wait_for(lambda: self._summed or self._is_all_summed())
             self._for_bytes.wait_for(lambda: not (self._loads and self._summed), YIELD_S_MAX)
-            return self._neighbours()
+            found = self._neighbours()
+            self._changing.update(one.op for one in found[:1])
+            return found
 
     def _is_all_summed(self) -> bool:
         return self._is_ending and not (self._unsummed or self._is_summing)
@@ -317,14 +330,15 @@ class Workers:
                 return False
             stores = self._stores_ready()
             op = None if stores else self._writes.popleft()
+            self._changing.add(op or stores[0].op)
         if op is None:
-            self._say(_kept(writer, stores))
+            self._say(_kept(writer, stores), stores[0].op)
             return True
         assert not isinstance(op, StoreOp), op.job.number
         ended = _ended(writer, op)
         if isinstance(op, ClearOp):
             op.is_done.set()
-        self._say([ended])
+        self._say([ended], op)
         return True
 
     def _is_write_ready(self) -> bool:

@@ -49,6 +49,7 @@ class _OpenSegment:
     rows_end_bytes: int
     kinds: set[int] = field(default_factory=set)
     is_spoiled: bool = False
+    is_named: bool = False  # so that a loss of power leaves its files' names
 
 
 def kept_of(op: StoreOp) -> Kept:
@@ -87,7 +88,9 @@ class Writer:
         self._measure(stores[0].op, seen)
         ends = []
         for one in stores:
-            ended = failed.get(one.op) or Ended(one.op, one.error or seen.error)
+            ended = failed.get(one.op) or Ended(
+                one.op, one.error or seen.error, is_left=one.is_left
+            )
             ended.allocated, ended.free_bytes = seen.allocated, seen.free_bytes
             ended.is_spoiled = ended.error is not None and self._is_spoiled(one.op)
             ends.append(ended)
@@ -109,7 +112,8 @@ class Writer:
         segment = self._opened(ops[0].place.segment)
         if segment.is_spoiled:
             raise OSError(errno.EIO, "its rows log could not be repaired")
-        if self._directory.sync == "each":
+        is_synced = self._is_synced(ops)
+        if is_synced:
             self._files.sync(segment.descriptor)
         content, kinds = b"", set(segment.kinds)
         for op in ops:
@@ -119,17 +123,18 @@ class Writer:
                 content += logs.kind_row(segment.number, at, op.kind_number, op.kind)
             at = segment.rows_end_bytes + len(content)
             content += logs.kept_row(segment.number, at, kept_of(op))
-        is_first = segment.rows_end_bytes == logs.OPENING_BYTES
-        self._append(segment, content)
+        self._append(segment, content, is_synced=is_synced)
         segment.kinds = kinds
-        if self._directory.sync == "each":
-            self._files.sync(segment.rows_descriptor)
-            if is_first:  # the names of both files, too
-                self._files.sync_directory(self._directory.path)
         if not self._directory.is_direct:
             # Plain I/O leaves its pages in memory: those that the drive has by now are let go of.
             with suppress(OSError):  # advice
                 self._files.drop_cached(segment.descriptor, 0, ops[0].place.offset_bytes)
+
+    def _is_synced(self, ops: list[StoreOp]) -> bool:
+        """Whether these outlive a loss of power before anybody hears that they are there: what a
+        copy is of goes then, and may have outlived one."""
+        sync = self._directory.sync
+        return sync == "each" or (sync == "sealed" and any(op.is_copy for op in ops))
 
     def _is_taken_back(self, op: StoreOp) -> bool:
         """Whether a hole is where the bytes of a store were."""
@@ -217,10 +222,15 @@ class Writer:
             raise
         return descriptor, end
 
-    def _append(self, segment: _OpenSegment, row: bytes) -> None:
+    def _append(self, segment: _OpenSegment, row: bytes, *, is_synced: bool = False) -> None:
         """Append a row, or leave the log as it was; where even that fails it is spoiled."""
         try:
             write_fully(self._files, segment.rows_descriptor, [row], segment.rows_end_bytes)
+            if is_synced:
+                self._files.sync(segment.rows_descriptor)
+                if not segment.is_named:
+                    self._files.sync_directory(self._directory.path)
+                    segment.is_named = True
         except OSError:
             try:
                 self._files.truncate(segment.rows_descriptor, segment.rows_end_bytes)
