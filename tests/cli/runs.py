@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvtide.cli.main import main
+from kvtide.node import main as node_main
 
 Run = Callable[..., Result]
 
@@ -16,8 +17,10 @@ KVTIDE = [sys.executable, "-m", "kvtide.cli.main"]
 
 @pytest.fixture
 def run(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command in the runtime directory of the test."""
+    """Runs a command in the runtime directory of the test, and in its process, which `serve` must
+    not make a node's: that would last."""
     monkeypatch.setenv("KVTIDE_RUNTIME_DIR", str(runtime_dir))
+    monkeypatch.setattr(node_main, "prepare_process", lambda: None)
 
     def run_it(*arguments: str, typed: str | None = None) -> Result:
         return CliRunner().invoke(main, arguments, input=typed)
