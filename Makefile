@@ -3,6 +3,8 @@
 .PHONY: help setup demo test test-places check bench clean
 
 PYTHON := .venv/bin/python
+# Where nobody may keep what Python compiles, each of hundreds of processes compiles all anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo 'make setup   create .venv with vLLM for CPUs, kvtide, and the models (once, two to three minutes)'
