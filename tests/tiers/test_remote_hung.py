@@ -3,6 +3,7 @@
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvtide.bounds import T_LOAD_MS, T_PUT_MS
+from kvtide.core.keys import salt_digest
 from kvtide.core.records import Record
 from kvtide.redis_address import Address
 from kvtide.testing import redis_servers
@@ -20,6 +22,7 @@ from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.base import LoadOutcome, LookupJob, StoreOutcome
 from kvtide.tiers.breaker import FAILURES_MAX, RETRY_MS_MIN
+from kvtide.tiers.patience import CLEAR_S_MAX
 from kvtide.tiers.redis.routes import Limits
 from kvtide.tiers.redis.session import RedisSession
 from kvtide.tiers.remote.session import Put
@@ -233,6 +236,18 @@ def test_a_clear_behind_a_long_store_is_done_before_the_end(
     assert not tier.stored(job).is_kept
     with driven(server.port) as other:
         assert not any(map(other.is_there, [*records(8), *records(1, first=50)]))
+
+
+def test_clears_in_a_row_hold_up_the_owner_no_longer_than_one(tier: DrivenTier) -> None:
+    """One for each salt of an adapter, while a store hangs ahead of them."""
+    with hanging("store"):
+        job = tier.submit_store(records(1, first=50)[0])
+        wait_hanging(1)
+        began_s = time.monotonic()
+        for number in range(20):
+            tier.tier.clear(salt_digest(f"salt {number}"))
+        assert time.monotonic() - began_s < 5 * CLEAR_S_MAX
+    assert tier.stored(job) is StoreOutcome.STORED, "it is of another salt"
 
 
 class Looks(threading.Condition):

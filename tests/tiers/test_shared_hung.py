@@ -2,16 +2,19 @@
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from kvtide.bounds import T_LOAD_MS
+from kvtide.core.keys import salt_digest
 from kvtide.testing.faulty_files import Call
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, text
 from kvtide.tiers.base import LoadOutcome
 from kvtide.tiers.kinds import Kind
+from kvtide.tiers.patience import CLEAR_S_MAX
 from kvtide.tiers.shared_dir import journal
 from kvtide.tiers.shared_dir import others as others_module
 from kvtide.tiers.shared_dir import tier as tier_module
@@ -112,6 +115,18 @@ def hang(tier: DrivenTier, *calls: Call) -> None:
     files_of(shared_of(tier)).wait_stalled(1)
     while tier.tier.statistics().state == "on":
         tier.pass_time(500)
+
+
+def test_clears_in_a_row_hold_up_the_owner_no_longer_than_one(kv: Path) -> None:
+    """One for each salt of an adapter, where the journal cannot be made durable."""
+    with driven(kv) as tier:
+        tier.keep(tails(2))
+        with files_of(shared_of(tier)).stalled(Call.SYNC):
+            began_s = time.monotonic()
+            for number in range(20):
+                tier.tier.clear(salt_digest(f"salt {number}"))
+            assert time.monotonic() - began_s < 5 * CLEAR_S_MAX
+            files_of(shared_of(tier)).wait_stalled(1)
 
 
 def test_lookups_end_behind_a_look_that_hangs_though_a_load_came_back(kv: Path) -> None:

@@ -213,7 +213,8 @@ class Tier(Protocol):
         both, or all where both are None; how many there were, as far as it knows by then.
 
         None of them is found from now on, nor after a restart or a kill, where the place takes
-        note of it within a fifth of a second: for so long this call may block, as no other does.
+        note of it within a fifth of a second: for so long these calls may block between two ticks,
+        all together, as no other does.
         Their stores that have not ended end as NOT_ANCHORED, the first of a chain too; their loads
         end as they would have. What is stored later is kept.
         """

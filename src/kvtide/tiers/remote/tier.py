@@ -31,6 +31,7 @@ from kvtide.tiers.base import (
 )
 from kvtide.tiers.breaker import RETRY_MS_MIN, SHARED_RETRY_MS_MAX, Breaker
 from kvtide.tiers.hung import Hung
+from kvtide.tiers.patience import CLEAR_S_MAX, Patience
 from kvtide.tiers.pending import Pending, PendingStores
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.remote.health import Health
@@ -58,8 +59,6 @@ nothing works that is seen soon, by RETRY_MS_MIN."""
 HANDED_MAX = 16
 """Stores that the threads are given ahead: as many small ones as are sent until the owner looks
 again. Those that were not begun are taken back where the place fails."""
-CLEAR_S_MAX = 0.2
-"""So long a clear waits for the place to take note of it."""
 CLEARS_MAX = 64
 """That may wait for a place that does not answer; one more means everything."""
 ASKED_MAX = 256
@@ -108,6 +107,7 @@ class RemoteTier:
         self._workers = Workers(name, lambda: open_session(self._census), wake)
         self._pending = PendingStores()
         self._clears: list[ClearOp] = []
+        self._patience = Patience(CLEAR_S_MAX)
         self._asking: set[AskOp] = set()
         self._loading: set[LoadOp] = set()
         self._done: list[Done] = []
@@ -194,7 +194,7 @@ class RemoteTier:
         self._clears.append(op)
         self._workers.clear(op)  # only now: what is doomed and has not begun never does
         self._hand_over()
-        if not self._breaker.is_open and op.is_done.wait(CLEAR_S_MAX):
+        if not self._breaker.is_open and self._patience.wait(op.is_done):
             return op.count
         return known
 
@@ -288,6 +288,7 @@ class RemoteTier:
         return done
 
     def tick(self, now_ms: int) -> None:
+        self._patience.renew()
         self._now_ms = max(self._now_ms, now_ms)
         self._health.now_ms = self._now_ms
         if self._is_closed:

@@ -28,6 +28,7 @@ from kvtide.tiers.base import (
 )
 from kvtide.tiers.breaker import SHARED_RETRY_MS_MAX, Breaker
 from kvtide.tiers.files import Files, SystemFiles
+from kvtide.tiers.patience import CLEAR_S_MAX, Patience
 from kvtide.tiers.scope import EVERYTHING, Scope
 from kvtide.tiers.shared_dir.cap import Cap
 from kvtide.tiers.shared_dir.members import ALIVE_MS, FolderLost, Place
@@ -56,8 +57,6 @@ logger = logging.getLogger("kvtide.shared_dir")
 
 START_S_MAX = 2.0
 """So long a start takes in what it reads; the rest comes while it serves."""
-CLEAR_S_MAX = 0.2
-"""See `Tier.clear`."""
 CLEARS_MAX = 4096
 """Scopes that are remembered; one more means all records."""
 
@@ -102,6 +101,7 @@ class SharedDirTier:
         self._probe: AliveOp | ClaimOp | SweepOp | None = None
         self._alive: AliveOp | None = None
         self._clears: list[ClearOp] = []
+        self._patience = Patience(CLEAR_S_MAX)
         try:
             journal = claimed(self._place)
         except (OSError, KVTideError) as error:
@@ -195,7 +195,8 @@ class SharedDirTier:
             self._others.clearing.append(scope)
             self._clears.append(op)
             if not self._writes.is_open:
-                self._workers.write(op, CLEAR_S_MAX)
+                self._workers.write(op)
+                self._patience.wait(op.is_done)
         self._pump()
         return count
 
@@ -291,6 +292,7 @@ class SharedDirTier:
         return SweepOp(set(self._view.keys_of(self._view.own)))
 
     def tick(self, now_ms: int) -> None:
+        self._patience.renew()
         self._now_ms = max(self._now_ms, now_ms)
         self._stores.tick(self._now_ms)
         if self._is_closed:

@@ -89,16 +89,14 @@ class Workers:
                 self._reads.appendleft(op)
             self._to_read.notify()
 
-    def write(self, op: WriteOp, wait_s: float = 0.0) -> None:
-        """Queue a change; a clear is done next, and waited for so long at most."""
+    def write(self, op: WriteOp) -> None:
+        """Queue a change; a clear is done next."""
         with self._lock:
             if isinstance(op, ClearOp):
                 self._writes.appendleft(op)
             else:
                 self._writes.append(op)
             self._to_write.notify()
-        if wait_s and isinstance(op, ClearOp):
-            op.is_done.wait(wait_s)
 
     def take_loads(self) -> list[LoadOp]:
         """Loads that no thread has begun; they are the caller's again."""
