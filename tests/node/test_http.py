@@ -107,6 +107,7 @@ def test_status_needs_the_token(shared_address: str) -> None:
     assert refusal(shared_address, "/status", Authorization="Bearer wrong") == 403
     assert refusal(shared_address, "/status", Authorization=TOKEN) == 403
     assert refusal(shared_address, "/status", Authorization="Bearer \xff\xfe") == 403
+    assert get(shared_address, "/status", Authorization=f"bearer {TOKEN}")[0] == 200
     code, body = get(shared_address, "/status", Authorization=f"Bearer {TOKEN}")
     assert code == 200
     status = json.loads(body)
@@ -132,8 +133,18 @@ def test_other_pages_and_methods_are_refused(shared_address: str) -> None:
     request = urllib.request.Request(f"http://{shared_address}/healthz", data=b"x", method="POST")
     with pytest.raises(urllib.error.HTTPError) as raised:
         urllib.request.urlopen(request, timeout=10)
-    raised.value.close()
-    assert raised.value.code == 501
+    with raised.value as answer:
+        assert answer.code == 501
+        assert answer.read() == b"Unsupported method ('POST'); pages are had by GET or HEAD\n"
+
+
+def test_head_is_a_page_without_its_body(shared_address: str) -> None:
+    with socket.create_connection(shared_address.split(":"), timeout=10) as sock:
+        sock.sendall(b"HEAD /healthz HTTP/1.0\r\n\r\n")
+        head = b"".join(iter(lambda: sock.recv(4096), b"")).decode()
+    assert head.startswith("HTTP/1.0 200 ")
+    assert "Content-Length: 3\r\n" in head
+    assert head.endswith("\r\n\r\n")
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ class _Pages(BaseHTTPRequestHandler):
     server: "HTTPPages"
     server_version = "kvtide"
     sys_version = ""
+    error_content_type = TEXT
+    error_message_format = "%(message)s; pages are had by GET or HEAD\n"
 
     def do_GET(self) -> None:
         """Answer one of the three pages."""
@@ -61,10 +63,15 @@ class _Pages(BaseHTTPRequestHandler):
         else:
             self._answer_with("application/json", self.server.ask(self.server.status))
 
+    def do_HEAD(self) -> None:
+        """The same without its body, as some balancers ask."""
+        self.do_GET()
+
     def _may_see_status(self) -> bool:
         token = self.server.token
-        given = self.headers.get("Authorization", "").encode("utf-8", "replace")
-        return token is not None and hmac.compare_digest(given, b"Bearer " + token.encode())
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        is_it = token and hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
+        return bool(is_it) and scheme.lower() == "bearer"
 
     def _answer_with(self, kind: str, body: str | None) -> None:
         if body is None:
@@ -78,7 +85,8 @@ class _Pages(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
         """Requests are not logged: scrapes would fill the log."""
