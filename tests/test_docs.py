@@ -92,3 +92,17 @@ def test_bounds_of_the_contract_are_all_compared() -> None:
     names = [name for name in vars(bounds) if name.isupper()]
     source = Path(__file__).read_text(encoding="utf-8")
     assert [name for name in names if f"bounds.{name}" not in source] == []
+
+
+def test_what_loading_must_reach_is_what_the_page_says_of_each_model() -> None:
+    """Two operations a parameter and token, at 40 % of an H100's 989 TFLOP/s."""
+    text = (DOCS / "tiers.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"\| model, KV in 16 bits .*?\n\n", text, re.DOTALL)
+    rows = [
+        [float(cell.replace(",", "")) for cell in line.split("|")[2:-1]]
+        for line in table.strip().splitlines()[2:]
+    ]
+    assert len(rows) >= 5
+    for token_bytes, parameters_1e9, tokens_per_s, gb_per_s in rows:
+        assert tokens_per_s == pytest.approx(0.4 * 989e12 / (2e9 * parameters_1e9), rel=0.02)
+        assert gb_per_s == pytest.approx(token_bytes * tokens_per_s / 1e9, rel=0.02)
