@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from kvtide.core.records import Record
 from kvtide.redis_address import Address
 from kvtide.testing.redis_servers import Server
@@ -20,6 +22,8 @@ from kvtide.tiers.remote.tier import RemoteTier
 from kvtide.units import MiB
 
 PREFIX = "kvtide"
+PROGRAMS = ["valkey", pytest.param("redis", marks=pytest.mark.long)]
+"""Valkey comes with what tests are run by; Redis, where it is, answers the same."""
 QUEUE_BYTES_MAX = 8 * MiB
 WAIT_S = 30.0
 PATIENT = Limits(connect_s=10.0, silent_s=20.0, call_s=20.0, put_s=20.0)

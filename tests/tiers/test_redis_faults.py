@@ -19,7 +19,7 @@ from kvtide.tiers.breaker import FAILURES_MAX, RETRY_MS_MIN, SHARED_RETRY_MS_MAX
 from kvtide.tiers.redis.routes import Limits
 from kvtide.tiers.remote.tier import CLEARS_MAX
 from kvtide.units import KiB, MiB
-from tests.tiers.redis_place import driven, heal, part_names, pass_calmly, well
+from tests.tiers.redis_place import PROGRAMS, driven, heal, part_names, pass_calmly, well
 
 ROOT = root_of()
 SMALL = layout_of(4096, 8192)
@@ -29,7 +29,7 @@ HASTY = Limits(connect_s=0.5, silent_s=0.3, call_s=0.5, put_s=1.0)
 INDEX_KEYS = ("index", "tree", "leaves", "inner", "numbers", "loose")
 
 
-@pytest.fixture(params=["valkey", "redis"])
+@pytest.fixture(params=PROGRAMS)
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
     with redis_servers.running(request.param, tmp_path / "server") as one:
         yield one

@@ -7,11 +7,11 @@ import pytest
 from kvtide.core.records import Record
 from kvtide.testing import redis_servers
 from kvtide.testing.tier_drive import DrivenTier
-from tests.tiers.redis_place import driven, part_names
+from tests.tiers.redis_place import PROGRAMS, driven, part_names
 from tests.tiers.two_models import check_apart
 
 
-@pytest.mark.parametrize("program", ["valkey", "redis"])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_another_model_neither_finds_nor_harms_anything(tmp_path: Path, program: str) -> None:
     with (
         redis_servers.running(program, tmp_path / "server") as server,
