@@ -11,7 +11,7 @@ import pytest
 from kvtide.testing.leashed import ProgramError
 from kvtide.testing.serving import KVTIDE, SMOLLM2, TINY_LLAMA, ServedEngine
 from tests.engine.answers import ask, assert_same, forget
-from tests.engine.conftest import engine_on, together
+from tests.engine.conftest import engine_on, make_node, together
 from tests.engine.nodes import Node
 from tests.engine.prompts import prompt
 
@@ -164,8 +164,14 @@ def test_a_damaged_model_is_vllms_own_error(failed: dict[str, str], node: Node) 
     assert not node.is_there()
 
 
+@pytest.fixture
+def other_node() -> Iterator[Node]:
+    """A node that those who are left alone do not see: they would be engines of it, too."""
+    yield from make_node()
+
+
 def test_beside_another_connector_each_does_its_part(
-    node: Node, logs: Path, tmp_path: Path
+    other_node: Node, logs: Path, tmp_path: Path
 ) -> None:
     """MultiConnector: kvtide first; what kvtide has not, the other loads, and kvtide stores it."""
     other = {
@@ -180,25 +186,27 @@ def test_beside_another_connector_each_does_its_part(
         "kv_connector_extra_config": {"connectors": [dict(KVTIDE), other]},
     }
     arguments = ("--dtype", "bfloat16")
-    engine = engine_on(node, logs, "multi", *arguments, model=TINY_LLAMA, connector=connector)
+    engine = engine_on(
+        other_node, logs, "multi", *arguments, model=TINY_LLAMA, connector=connector
+    )
     with engine:
-        node.wait_on()
+        other_node.wait_on()
         assert engine.wait_kvtide().endswith(", failed loads are recomputed")
         tokens = prompt("multi", 5 * BLOCK + 9)
-        with node.storing(5, BLOCK_BYTES):
+        with other_node.storing(5, BLOCK_BYTES):
             ask(engine, tokens)
         assert list(tmp_path.iterdir()), "the other connector has stored nothing"
         own = ask(engine, tokens)
         forget(engine)
-        with node.loading(5):
+        with other_node.loading(5):
             assert_same(ask(engine, tokens), own)
-        node.wait_at_rest()
-        node.clear()
+        other_node.wait_at_rest()
+        other_node.clear()
         forget(engine)
-        with node.storing(5, BLOCK_BYTES), node.loading(0):
+        with other_node.storing(5, BLOCK_BYTES), other_node.loading(0):
             assert ask(engine, tokens).token_ids == own.token_ids
         forget(engine)
-        with node.loading(5):
+        with other_node.loading(5):
             assert_same(ask(engine, tokens), own)
         metrics = engine.metrics()
         assert metrics['vllm:kvtide_prompt_tokens_total{source="external"}'] > 0
