@@ -33,15 +33,11 @@ MODES = {
 }
 
 
-in_each_mode = pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param("sync", marks=pytest.mark.long),
-        pytest.param("async", marks=pytest.mark.long),
-        "async, late",
-    ],
-)
+*LONG_MODES, QUICK_MODE = MODES
 """Quick tests have the one in which most is under way."""
+in_each_mode = pytest.mark.parametrize(
+    "mode", [*(pytest.param(mode, marks=pytest.mark.long) for mode in LONG_MODES), QUICK_MODE]
+)
 
 
 class Scene:
