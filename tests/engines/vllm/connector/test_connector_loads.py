@@ -1,16 +1,19 @@
 """Loads: only bytes that were read in full and verified count; each is reported exactly once."""
 
 import contextlib
+import queue
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvtide.core import messages as m
 from kvtide.engines.vllm import worker as worker_side
-from kvtide.engines.vllm.worker import WorkerSide
+from kvtide.engines.vllm.metadata import LoadJob
+from kvtide.engines.vllm.worker import IDLE_WAIT_S, WorkerSide, _Load
 from kvtide.testing.vllm_toy import ToyEngine, ToyOptions
 from tests.engines.vllm.connector.toys import (
     Toys,
@@ -270,6 +273,64 @@ def test_a_load_that_takes_too_long_fails(toys: Toys, monkeypatch: pytest.Monkey
     assert_right(result, 1)
     assert result.hit == 0
     assert list(seen.values()) == [1]
+
+
+# ---- in pieces
+
+
+@pytest.mark.parametrize("piece_blocks", [1, 3, 5, 9, 100])
+def test_a_load_is_copied_in_pieces(
+    toys: Toys, monkeypatch: pytest.MonkeyPatch, piece_blocks: int
+) -> None:
+    """Whatever the runs of cells, and reported when the last of them has ended."""
+    engine = toys.start(OPTIONS)
+    prompt = stored(toys, engine, 150)
+    (worker,) = workers_of(engine)
+    monkeypatch.setattr(worker_side, "PIECE_BYTES", piece_blocks * worker._mover.payload_bytes + 1)
+    pieces: list[list[int]] = []
+    original = worker._copy_in
+
+    def copy_in(load: Any, block_ids: list[int], runs: Any) -> set[int]:
+        pieces.append(block_ids)
+        return set(original(load, block_ids, runs))
+
+    worker._copy_in = copy_in
+    with reports(engine) as seen:
+        result = engine.generate(prompt)
+    assert_right(result, 1)
+    assert result.external == own_hit(150, 150)
+    assert list(seen.values()) == [1]
+    assert sum(map(len, pieces)) == own_hit(150, 150) // BLOCK
+    assert sorted(map(len, pieces))[1:] == [piece_blocks] * (len(pieces) - 1)
+
+
+def test_a_step_waits_for_all_pieces_no_longer_than_for_one(
+    toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What arrives meanwhile is scheduled by the next step."""
+    (worker,) = workers_of(toys.start(OPTIONS))
+    load = _Load(LoadJob("a", [3], []), piece_count=100)
+    now_s = 0.0
+
+    class Ended:
+        """Each piece ends after the half of what a step may wait."""
+
+        def get(self, timeout: float) -> _Load:
+            nonlocal now_s
+            assert timeout <= IDLE_WAIT_S - now_s
+            now_s += IDLE_WAIT_S / 2
+            return load
+
+        def get_nowait(self) -> _Load:
+            raise queue.Empty
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_ended", Ended())
+        patch.setattr(worker, "_loads", {"a": load})
+        patch.setattr(worker_side, "time", SimpleNamespace(monotonic=lambda: now_s))
+        assert worker.take_ended() == set()
+    assert now_s == IDLE_WAIT_S
+    assert load.piece_count == 98
 
 
 # ---- aborted while it loads
