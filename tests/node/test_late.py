@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 
 from kvtide import config
+from kvtide.core import effects as fx
+from kvtide.core import messages as m
 from kvtide.errors import ConfigError
 from kvtide.node import build
 from kvtide.node import late as lates
+from kvtide.node.tiers import Tiers
+from kvtide.testing.memory_tier import MemoryTier
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
-from kvtide.tiers.base import LoadOutcome, StoreOutcome
+from kvtide.tiers.base import LoadOutcome, StoreOutcome, Tier
 from kvtide.tiers.disk import opening
 from kvtide.tiers.disk.tier import DiskTier
 from kvtide.units import MiB
@@ -200,3 +204,36 @@ def test_a_place_that_cannot_be_opened_is_tried_less_and_less_often() -> None:
     pauses = [after - before for before, after in itertools.pairwise(tries)]
     assert pauses == [1_000, 2_000, 4_000, 8_000, 16_000, 32_000, *[lates.PAUSE_MS_MAX] * 3]
     tier.close(1)
+
+
+@pytest.mark.parametrize("call", ["tick", "clear"])
+def test_what_was_not_open_yet_is_said_though_the_tier_breaks_as_it_opens(call: str) -> None:
+    """Else a load would be waited for, and its cells be lent, as long as the node runs."""
+    record = SALTED[0]
+
+    class Broken(MemoryTier):
+        def _fail(self, *arguments: Any) -> Any:
+            raise KeyError("a fault")
+
+    class Coming:
+        tier: Tier | None = None
+
+        def opened(self) -> Tier | None:
+            return self.tier
+
+        def take_back(self, timeout_s: float, at_last: Any) -> Tier | None:
+            return self.tier
+
+    broken = Broken(wake=lambda: None, bytes_max=MiB)
+    setattr(broken, call, broken._fail)
+    coming, events = Coming(), list[fx.Event]()
+    tier = lates.LateTier("one", coming, Coming, lambda: None)
+    tiers = Tiers([tier], lambda _: [memoryview(bytearray(4096))], events.append)
+    tiers.carry_out(fx.ClearTiers(None))
+    tiers.carry_out(fx.LoadFrom(0, 1, record, m.Run(1, 0, 1, 1)))
+    coming.tier = broken
+    tiers.tick(0)
+    [state] = [numbers.state for numbers in tiers.statistics().values()]
+    assert "for a fault of its own" in state
+    assert events == [fx.TierLoaded(1, LoadOutcome.NOT_OPEN, is_ok=False)]
+    MemoryTier.close(broken, 10)

@@ -25,7 +25,7 @@ from kvtide.node import tiers as node_tiers
 from kvtide.node.memory import RegionFiles, allocate
 from kvtide.node.tiers import CLOSE_LATE_S_MAX, CLOSE_S_MAX, HEALTH_MS, Tiers
 from kvtide.testing.memory_tier import MemoryTier
-from kvtide.tiers.base import Done, Found, LoadOutcome, Stored, StoreOutcome
+from kvtide.tiers.base import Done, Found, Loaded, LoadOutcome, Stored, StoreOutcome
 from kvtide.tiers.disk import opening
 from kvtide.tiers.disk.tier import DiskTier
 from kvtide.units import MiB
@@ -414,6 +414,22 @@ def test_what_a_tier_may_not_say_costs_that_tier(said: Done, why: str) -> None:
     assert fed.events == [
         fx.TierFound(1, [], may_go_on=False),
         fx.TierStored(1, StoreOutcome.STORED, is_ok=True),
+    ]
+
+
+def test_what_had_ended_before_a_fault_counts() -> None:
+    """Its cells come back, and nobody waits for it."""
+    stub = Stub("tick")
+    fed = Fed(stub)
+    for effect in (ASK, LOAD, STORE):
+        fed.tiers.carry_out(effect)
+    stub.says = [Loaded(2, LoadOutcome.FAILED), Stored(1, StoreOutcome.STORED)]
+    fed.tiers.tick(0)
+    assert "for a fault of its own" in fed.states[0]
+    assert fed.events == [
+        fx.TierLoaded(2, LoadOutcome.FAILED, is_ok=False),
+        fx.TierStored(1, StoreOutcome.STORED, is_ok=True),
+        fx.TierFound(1, [], may_go_on=False),
     ]
 
 

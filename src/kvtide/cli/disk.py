@@ -1,5 +1,6 @@
 """`kvtide disk`: what the directory of a disk tier holds, and whether it can be proven."""
 
+import itertools
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -134,10 +135,11 @@ def _check(path: Path, found: _Found) -> None:
     """Check with a bar."""
     extents = {n: size for n, size in segments_of(path).items() if n >= found.first}
     done_bytes, total_bytes = 0, sum(extents.values())
+    before = dict(zip(extents, itertools.accumulate(extents.values(), initial=0), strict=False))
     with click.progressbar(length=total_bytes, label="proving", width=24) as bar:
         for one in check(path, found.first):
             if one.segment != found.at:
-                done = sum(size for number, size in extents.items() if number < one.segment)
+                done = before.get(one.segment, total_bytes)  # else it was begun meanwhile
                 bar.update(max(0, done - done_bytes))
                 found.at, done_bytes = one.segment, max(done, done_bytes)
             found.count += one.record is not None

@@ -109,9 +109,12 @@ class LateTier:
     # ---- the owner's loop
 
     def poll(self) -> list[Done]:
-        self._look()
         done, self._done = self._done, []
-        return done if self._tier is None else done + self._tier.poll()
+        if done:  # first, whatever becomes of the tier's own calls
+            self._wake()
+            return done
+        self._look()
+        return [] if self._tier is None else self._tier.poll()
 
     def tick(self, now_ms: int) -> None:
         self._now_ms = now_ms

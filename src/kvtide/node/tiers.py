@@ -1,9 +1,9 @@
 """Between the machine and the tiers: effects become jobs, and what has ended becomes events.
 
 A tier may be anybody's code. What one raises, or says of jobs that it does not have, costs that
-tier: it is off until the node's next start. Lookups that it owes are answered as if it had
-nothing. Loads and stores that it has stay open, and with them their cells: it may still write the
-ones and read the others, and what it keeps must be what was there.
+tier: it is off until the node's next start. What had ended by then counts. Lookups that it owes
+are answered as if it had nothing. Loads and stores that it has stay open, and with them their
+cells: it may still write the ones and read the others, and what it keeps must be what was there.
 
 Ownership: everything here belongs to the owner's thread until `close`, which is the last call and
 comes from a thread of its own; a tier's `wake`, which may come from any thread, only asks the loop
@@ -78,7 +78,12 @@ class _Account:
                 self.stores.add(job.number)
                 self.tier.store(job)
 
-    def ended(self, done: Done) -> fx.Event:
+    def take_ended(self, events: list[fx.Event]) -> None:
+        """Add what the machine is to be told; a fault ends that half-way."""
+        for done in self.tier.poll():
+            events.append(self._ended(done))  # noqa: PERF401 - what came before a fault is kept
+
+    def _ended(self, done: Done) -> fx.Event:
         """What the machine is told; raises where the tier has no such job, or no such answer."""
         match done:
             case Found(number, records, may_go_on):
@@ -140,9 +145,13 @@ class Tiers:
             account.is_off = True
             state = f"off until the node's next start, for a fault of its own: {error!r}"
             account.numbers = replace(account.numbers, state=state)
+            events: list[fx.Event] = []
+            with contextlib.suppress(Exception):
+                account.take_ended(events)  # what had ended by then
             lookups, account.lookups = account.lookups, {}
-            for number in lookups:
-                self._feed(fx.TierFound(number, [], may_go_on=False))
+            events += [fx.TierFound(number, [], may_go_on=False) for number in lookups]
+            for event in events:
+                self._feed(event)
 
     def _on(self) -> Iterator[_Account]:
         return (account for account in self._accounts if not account.is_off)
@@ -185,10 +194,9 @@ class Tiers:
     def poll(self) -> None:
         """Tell the machine what has ended."""
         for account in self._on():
-            events = []
+            events: list[fx.Event] = []
             with self._calling(account):
-                for done in account.tier.poll():
-                    events.append(account.ended(done))  # noqa: PERF401 - a fault ends it half-way
+                account.take_ended(events)
             for event in events:
                 self._feed(event)
 
