@@ -105,6 +105,12 @@ def test_a_tier_that_lacks_something_is_refused(
         read(tmp_path, KVTIDE_TIERS=json.dumps([entry]))
 
 
+@pytest.mark.parametrize("path", ["/mnt/\0kv", "mnt/kv", "file:///mnt/kv", 7])
+def test_a_path_that_no_directory_can_have_is_refused(tmp_path: Path, path: object) -> None:
+    with pytest.raises(ConfigError, match=r"path .* of a tier of type disk: .*an absolute path"):
+        read(tmp_path, KVTIDE_TIERS=json.dumps([DISK | {"path": path}]))
+
+
 def test_several_tiers_stand_in_their_order_and_have_names_of_their_own(tmp_path: Path) -> None:
     """Two of one type need a name; nine are too many."""
     shared = {"type": "shared_dir", "path": "/mnt/all", "bytes_max": "1TiB", "write": "on_reuse"}
@@ -120,10 +126,13 @@ def test_several_tiers_stand_in_their_order_and_have_names_of_their_own(tmp_path
     ):
         read(tmp_path, KVTIDE_TIERS=json.dumps([DISK, DISK]))
     beside = shared | {"path": DISK["path"]}
-    with pytest.raises(ConfigError, match=r"tiers .disk. and .shared_dir. have one path; a disk"):
-        read(tmp_path, KVTIDE_TIERS=json.dumps([DISK, beside]))
-    with pytest.raises(ConfigError, match=r"tiers .disk. and .slow. have one path; a disk"):
-        read(tmp_path, KVTIDE_TIERS=json.dumps([DISK, slow | {"path": DISK["path"]}]))
+    for one, other in (
+        (DISK, beside),
+        (DISK, slow | {"path": DISK["path"]}),
+        (shared, shared | {"name": "slow", "path": "/mnt//here/../all/"}),
+    ):
+        with pytest.raises(ConfigError, match=r"tiers .* and .* have one path, /mnt/\w+;"):
+            read(tmp_path, KVTIDE_TIERS=json.dumps([one, other]))
     with pytest.raises(ConfigError, match="9 entries; 8 at most"):
         read(tmp_path, KVTIDE_TIERS=json.dumps([DISK | {"name": f"n{n}"} for n in range(9)]))
 

@@ -10,6 +10,7 @@ options are raw, and none of their values is shown.
 
 import difflib
 import importlib
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ WRITE = ("through", "on_reuse", "on_eviction")
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 """Of a tier: a word that may be a label of metrics."""
 _IN_DIRECTORIES = {"disk", "shared_dir"}
-"""Types that have a path, which none shares with a disk."""
+"""Types that have a path, which no two of a node share."""
 
 REQUIRED = object()
 """In place of a default: the option has to be given."""
@@ -170,12 +171,13 @@ def checked_together(entries: Sequence[TierEntry]) -> tuple[TierEntry, ...]:
         for other in entries[:at]:
             if entry.name == other.name:
                 raise ValueError(f"two tiers are named {entry.name!r}; give one of them a `name`")
-            types = {entry.type, other.type}
-            has_disk = "disk" in types and types <= _IN_DIRECTORIES
-            if has_disk and entry.options["path"] == other.options["path"]:
+            if not {entry.type, other.type} <= _IN_DIRECTORIES:
+                continue
+            paths = [os.path.normpath(one.options["path"]) for one in (other, entry)]
+            if paths[0] == paths[1]:
                 raise ValueError(
-                    f"the tiers {other.name!r} and {entry.name!r} have one path; a disk has its"
-                    " directory alone: give each of them its own"
+                    f"the tiers {other.name!r} and {entry.name!r} have one path, {paths[0]}; give"
+                    " each of them a directory of its own"
                 )
     return tuple(entries)
 

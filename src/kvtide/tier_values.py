@@ -28,6 +28,8 @@ def parse_path(raw: object) -> Path:
         raise ValueError("a URL, not a path")
     if not isinstance(raw, str) or not Path(raw).is_absolute():
         raise ValueError("not an absolute path")
+    if "\0" in raw:
+        raise ValueError("a NUL, which no path has")
     return Path(raw)
 
 

@@ -221,7 +221,7 @@ def test_what_nobody_takes_is_refused_in_words(run: Run, tmp_path: Path) -> None
     assert said.startswith("Error: no tier takes URLs of gopher://; known are ")
     (tmp_path / "file").write_text("x")
     said = one_line(run("tier", "test", str(tmp_path / "file")))
-    assert "cannot be used: File exists; name a directory that this user may write to" in said
+    assert "no directory is there, but a file, or a link that leads to none; name a dir" in said
     said = one_line(run("tier", "test", "redis://nowhere.invalid"))
     assert "nowhere.invalid:6379 cannot be reached: " in said
     assert "Errno" not in said

@@ -75,6 +75,29 @@ def test_a_directory_of_another_user_is_refused(kv: Path, *, is_link: bool) -> N
         open_disk(path)
 
 
+@pytest.mark.parametrize("bytes_max", [64 * MiB, "auto"])
+@pytest.mark.parametrize("what", ["file", "link to nowhere", "link to itself", "below a file"])
+def test_what_is_no_directory_is_refused_and_told_from_one(
+    kv: Path, what: str, bytes_max: int | str
+) -> None:
+    path = kv
+    match what:
+        case "file":
+            kv.touch()
+        case "link to nowhere":
+            kv.symlink_to(kv.parent / "gone" / "mount")
+        case "link to itself":
+            kv.symlink_to(kv)
+        case "below a file":
+            kv.touch()
+            path = kv / "below" / "it"
+    options = {"path": path, "bytes_max": bytes_max, "sync": "sealed"}
+    refused = "cannot be used: no directory is there, but a file, or a link that leads to none;"
+    with pytest.raises(ConfigError, match=refused):
+        open_disk_entry(options, lambda: None, MiB)
+    assert [one.name for one in kv.parent.iterdir()] == [kv.name]
+
+
 def test_the_directory_of_a_shared_dir_is_no_disk(kv: Path) -> None:
     """Others may be members there: it stays as it is, also once they are gone. A folder that only
     looks like a member's keeps nobody away."""

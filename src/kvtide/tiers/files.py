@@ -186,12 +186,13 @@ class SystemFiles:
 
     def make_directory(self, directory: str) -> None:
         if not os.path.isdir(directory):
-            os.makedirs(os.path.dirname(directory), exist_ok=True)
             try:
+                os.makedirs(os.path.dirname(directory), exist_ok=True)
                 os.mkdir(directory, DIRECTORY_MODE)
-            except FileExistsError:
+            except (FileExistsError, NotADirectoryError) as error:
                 if not os.path.isdir(directory):  # else somebody else has made it meanwhile
-                    raise
+                    said = "no directory is there, but a file, or a link that leads to none"
+                    raise NotADirectoryError(errno.ENOTDIR, said, error.filename) from error
 
     def remove_directory(self, directory: str) -> None:
         os.rmdir(directory)

@@ -11,6 +11,7 @@ from kvtide.errors import ConfigError
 from kvtide.tier_values import DISK
 from kvtide.tiers.disk.tier import DiskTier
 from kvtide.tiers.disk_names import parsed_name
+from kvtide.tiers.files import SystemFiles
 from kvtide.tiers.registry import TierType
 from kvtide.tiers.shared_names import is_of_members
 
@@ -52,7 +53,7 @@ def bytes_of(path: Path, wanted: int | Literal["auto"]) -> int:
     if wanted != "auto":
         return wanted
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        SystemFiles().make_directory(str(path))
         free = shutil.disk_usage(path).free
         ours = [entry for entry in os.scandir(path) if parsed_name(entry.name) is not None]
         taken = sum(entry.stat().st_blocks * 512 for entry in ours)
