@@ -179,7 +179,7 @@ def test_a_tier_that_hangs_at_its_end_does_not_keep_a_failed_start_from_ending(
 
     monkeypatch.setattr(build.Opening, "_opened", opened)
     entries = [{"type": "shared_dir", "path": str(tmp_path), "bytes_max": "1GiB"}]
-    entries += [entries[0] | {"name": "other"}]
+    entries += [entries[0] | {"name": "other", "path": str(tmp_path / "other")}]
     node = config.read(environ={"KVTIDE_TIERS": json.dumps(entries)}).node
     ended = []
 

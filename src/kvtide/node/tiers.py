@@ -142,12 +142,13 @@ class Tiers:
                 " wrote the tier should see this",
                 name,
             )
-            account.is_off = True
+            was_off, account.is_off = account.is_off, True
             state = f"off until the node's next start, for a fault of its own: {error!r}"
             account.numbers = replace(account.numbers, state=state)
             events: list[fx.Event] = []
             with contextlib.suppress(Exception):
-                account.take_ended(events)  # what had ended by then
+                if not was_off:
+                    account.take_ended(events)  # what had ended by then
             lookups, account.lookups = account.lookups, {}
             events += [fx.TierFound(number, [], may_go_on=False) for number in lookups]
             for event in events:

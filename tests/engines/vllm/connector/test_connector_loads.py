@@ -12,7 +12,7 @@ import pytest
 
 from kvtide.core import messages as m
 from kvtide.engines.vllm import worker as worker_side
-from kvtide.engines.vllm.metadata import LoadJob
+from kvtide.engines.vllm.metadata import LoadJob, StepPlan
 from kvtide.engines.vllm.worker import IDLE_WAIT_S, WorkerSide, _Load
 from kvtide.testing.vllm_toy import ToyEngine, ToyOptions
 from tests.engines.vllm.connector.toys import (
@@ -327,6 +327,7 @@ def test_a_step_waits_for_all_pieces_no_longer_than_for_one(
     with monkeypatch.context() as patch:
         patch.setattr(worker, "_ended", Ended())
         patch.setattr(worker, "_loads", {"a": load})
+        patch.setattr(worker, "_plan", StepPlan(has_forward=False))
         patch.setattr(worker_side, "time", SimpleNamespace(monotonic=lambda: now_s))
         assert worker.take_ended() == set()
     assert now_s == IDLE_WAIT_S
