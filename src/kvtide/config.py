@@ -31,7 +31,7 @@ from kvtide.settings import (
     NodeConfig,
     Owner,
 )
-from kvtide.values import WronglySet
+from kvtide.values import WronglySet, in_short
 
 CONFIG_FILE = "KVTIDE_CONFIG_FILE"
 RUNTIME_DIR = "KVTIDE_RUNTIME_DIR"
@@ -211,7 +211,7 @@ def _value(given: _Given) -> object:
         raise ConfigError(f"{given.source} sets {given.key.name} wrongly: {error}") from None
     except ValueError as error:
         # What is wrong with a secret may be told, what it is may not.
-        raw = "a value" if given.key.secret else repr(given.raw)
+        raw = "a value" if given.key.secret else in_short(given.raw)
         raise ConfigError(
             f"{given.source} sets {given.key.name} to {raw}: {error}; give {given.key.accepts}"
         ) from None
@@ -244,7 +244,7 @@ def _from_file(environ: Mapping[str, str]) -> Iterator[_Given | ConfigError]:
     seen: set[str] = set()
     for name, raw, line in items:
         source = f"{path}, line {line}"
-        of = f"{name!r} ({source})"
+        of = f"{in_short(name)} ({source})"
         given = _given(name, raw, of=of, source=source, written=lambda key: key.name)
         if name in seen:
             yield ConfigError(f"{source} sets {name} a second time; keep one of the two lines")
@@ -292,7 +292,7 @@ def _yaml_items(path: Path) -> list[tuple[str, object, int]]:
             raise ConfigError(f"{path} does not hold settings; {hint}")
         return [
             (
-                str(loader.construct_object(name, deep=True)),
+                name.value if isinstance(name, yaml.ScalarNode) else in_short(name.tag),
                 loader.construct_object(value, deep=True),
                 name.start_mark.line + 1,
             )

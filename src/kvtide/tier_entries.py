@@ -119,7 +119,7 @@ def parse(
     others = sorted(more_types())
     if kind not in others:
         known = [*types, *others]
-        raise ValueError(f"no tier has the type {kind!r}; {_nearest(kind, known)}")
+        raise ValueError(f"no tier has the type {values.in_short(kind)}; {_nearest(kind, known)}")
     own = {name: value for name, value in given.items() if name not in common}
     entry = _parsed(kind, {name: given[name] for name in common & given.keys()}, ())
     shown = _shown(entry, [f"{name} given" for name in own])
@@ -136,7 +136,8 @@ def _parsed(kind: str, given: Mapping[str, object], options: Sequence[Option]) -
     by_name = {option.name: option for option in (*options, *COMMON)}
     for name in given:
         if name not in by_name:
-            raise ValueError(f"a tier of type {kind} has no {name!r}; {_nearest(name, by_name)}")
+            shown = values.in_short(name)
+            raise ValueError(f"a tier of type {kind} has no {shown}; {_nearest(name, by_name)}")
     missing = [o.name for o in options if o.default is REQUIRED and o.name not in given]
     if missing:
         raise ValueError(f"a tier of type {kind} without {' and '.join(missing)}")
@@ -145,7 +146,7 @@ def _parsed(kind: str, given: Mapping[str, object], options: Sequence[Option]) -
         try:
             found[name] = by_name[name].parse(raw)
         except ValueError as error:
-            said = "" if by_name[name].secret else f" {raw!r}"
+            said = "" if by_name[name].secret else f" {values.in_short(raw)}"
             give = by_name[name].accepts
             raise ValueError(
                 f"{name}{said} of a tier of type {kind}: {error}; give {give}"

@@ -6,6 +6,7 @@ cannot be meant. `kvtide.config` adds which setting it is, and where it was give
 
 import ipaddress
 import math
+import reprlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,16 @@ CHUNK_TOKENS_DEFAULT = 256
 LOCALHOST = "localhost"
 PORT_MAX = 65535
 TOKEN_LENGTH_MAX = KiB  # of an HTTP header
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 2
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 400
+
+
+def in_short(raw: object) -> str:
+    """A value as it was given, for an error: one of a few lines of YAML may be a gigabyte."""
+    return _SHORT.repr(raw)
 
 
 class WronglySet(ValueError):
