@@ -460,5 +460,5 @@ def test_two_may_make_a_directory_at_once(kv: Path, monkeypatch: pytest.MonkeyPa
     SystemFiles().make_directory(str(kv))
     kv.rmdir()
     monkeypatch.setattr(os, "makedirs", lambda path, **_: kv.write_text("x"))
-    with pytest.raises(FileExistsError):
+    with pytest.raises(NotADirectoryError):
         SystemFiles().make_directory(str(kv))

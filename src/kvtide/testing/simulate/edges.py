@@ -45,7 +45,7 @@ MODULES: dict[ModuleType, tuple[str, ...]] = {
         "time",
         "processors_of_process",
         "use_processors",
-        "PIECE_BYTES",
+        "SPLIT_BYTES",
         "logger",
     ),
     census: ("threading",),
@@ -54,8 +54,8 @@ MODULES: dict[ModuleType, tuple[str, ...]] = {
     memory_tier: ("queue", "threading"),
     mapped: ("queue", "threading", "MappedRegion", "leave_binding", "_open_count"),
 }
-PIECE_BYTES = 512
-"""A load is copied in pieces of so much, by two threads: of two blocks, as these are small."""
+SPLIT_BYTES = 512
+"""A load of more than twice this is copied by two threads: of five blocks, as these are small."""
 
 
 DEAD_BEFORE_HEARD = "the pidfd of a hello is of a process that has ended"
@@ -120,7 +120,7 @@ def stand_ins(kernel: Kernel, table: Table, given: Mapping[str, Any]) -> dict[st
         "processors_of_process": lambda: {0, 1},
         "use_processors": lambda processors: None,
         "_open_count": lambda: 0,
-        "PIECE_BYTES": PIECE_BYTES,
+        "SPLIT_BYTES": SPLIT_BYTES,
         "pidfd_fault": pidfd_fault,
         "NodeStarter": functools.partial(supervise.NodeStarter, spare_bytes=lambda: 1 << 40),
         "logger": Logger(kernel),

@@ -278,20 +278,21 @@ def test_a_load_that_takes_too_long_fails(toys: Toys, monkeypatch: pytest.Monkey
 # ---- in pieces
 
 
-@pytest.mark.parametrize("piece_blocks", [1, 3, 5, 9, 100])
-def test_a_load_is_copied_in_pieces(
-    toys: Toys, monkeypatch: pytest.MonkeyPatch, piece_blocks: int
+@pytest.mark.parametrize(("split_blocks", "pieces"), [(4, [4, 5]), (5, [9])])
+def test_a_large_load_is_copied_in_halves(
+    toys: Toys, monkeypatch: pytest.MonkeyPatch, split_blocks: int, pieces: list[int]
 ) -> None:
-    """Whatever the runs of cells, and reported when the last of them has ended."""
+    """Whatever the runs of cells, and reported when both have ended."""
     engine = toys.start(OPTIONS)
     prompt = stored(toys, engine, 150)
     (worker,) = workers_of(engine)
-    monkeypatch.setattr(worker_side, "PIECE_BYTES", piece_blocks * worker._mover.payload_bytes + 1)
-    pieces: list[list[int]] = []
+    monkeypatch.setattr(worker_side, "SPLIT_BYTES", split_blocks * worker._mover.payload_bytes)
+    monkeypatch.setattr(worker, "_processors", {0, 1})
+    copied: list[int] = []
     original = worker._copy_in
 
     def copy_in(load: Any, block_ids: list[int], runs: Any) -> set[int]:
-        pieces.append(block_ids)
+        copied.append(len(block_ids))
         return set(original(load, block_ids, runs))
 
     worker._copy_in = copy_in
@@ -300,8 +301,7 @@ def test_a_load_is_copied_in_pieces(
     assert_right(result, 1)
     assert result.external == own_hit(150, 150)
     assert list(seen.values()) == [1]
-    assert sum(map(len, pieces)) == own_hit(150, 150) // BLOCK
-    assert sorted(map(len, pieces))[1:] == [piece_blocks] * (len(pieces) - 1)
+    assert sorted(copied) == pieces
 
 
 def test_a_step_waits_for_all_pieces_no_longer_than_for_one(

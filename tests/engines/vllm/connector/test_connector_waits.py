@@ -123,7 +123,8 @@ def test_a_step_without_a_forward_waits_for_a_running_load(
         until("its load is under way", lambda: engine.step() and worker._loads)
         waits.clear()
         engine.step()
-        assert waits == [worker_side.IDLE_WAIT_S]
+        (waited_s,) = waits
+        assert 0 < waited_s <= worker_side.IDLE_WAIT_S
         other = engine.add(tokens(20))
         waits.clear()
         while other not in engine.results:
