@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any, cast
 from kvtide import config
 from kvtide.codec import record as codec
 from kvtide.errors import ConfigError, CorruptRecord, PlaceFailed, UnknownFormat, WireError
+from kvtide.node import report
 from kvtide.node.http import HTTPPages
 from kvtide.tiers.redis.resp import Connection, ServerError
 from kvtide.tiers.s3 import names
 from kvtide.values import HTTPAddress
 from kvtide.wire.frames import FrameReader, encode
 from tests.codec.test_record import example, written
+from tests.core.world import World
 from tests.fuzz.directories import disk, disk_seeds, shared_dir, shared_seeds
 from tests.fuzz.fuzzing import Check, Target, where
 from tests.wire.frame_vectors import EXAMPLES
@@ -43,7 +45,8 @@ def _cut(pieces: Sequence[bytes]) -> tuple[list[bytes], str]:
     reader, read = FrameReader(), list[bytes]()
     try:
         for piece in pieces:
-            read += [encode(message) for message, _ in reader.feed(piece, [])]
+            for message, _ in reader.feed(piece, []):
+                read.append(encode(message))
     except WireError as error:
         return read, where(error)
     finally:
@@ -110,13 +113,16 @@ SETTINGS = (
     b"tiers: [{type: s3, url: 's3://b/p', bytes_max: 1TiB, region: x}, {type: mooncake}]\n",
     b"a: &a [x, x, x, x]\nhost_bytes: [*a, *a, 2020-01-01, !!set {b}, ~, 0x1F, 1e400, .nan]\n",
 )
+LAUGHS = b"".join(b"- &%c [%s]\n" % (98 + n, b",".join([b"*%c" % (97 + n)] * 9)) for n in range(9))
+"""Nine lines, each of which holds the one before nine times."""
 SECONDS_MAX = 5.0
 SAID_CHARS_MAX = 2_000
 
 
 def _settings() -> list[bytes]:
     entries = [{"type": "disk", "path": "/mnt/kv", "bytes_max": "2TiB"}]
-    return [*SETTINGS, json.dumps(entries).encode()]
+    bombs = [b"%s:\n- &a [x]\n%s" % (name, LAUGHS) for name in (b"host_bytes", b"tiers", b"what")]
+    return [*bombs, *SETTINGS, json.dumps(entries).encode()]
 
 
 @contextlib.contextmanager
@@ -225,10 +231,13 @@ SECRET = "only for who has the token"
 
 
 class _Runtime:
-    """What pages are made of; the server and all its threads are the node's."""
+    """What pages are made of: a node at rest. The server and all its threads are the node's."""
+
+    def __init__(self) -> None:
+        self._machine = World().machine
 
     def numbers(self) -> dict[str, Any]:
-        return {}
+        return report.numbers(self._machine, {}, {})
 
     def status(self) -> dict[str, Any]:
         return {"status": SECRET}

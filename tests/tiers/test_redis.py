@@ -60,6 +60,7 @@ class RedisTests(TierTests):
         self.server.ask(b"SETRANGE", name, at, bytes([old[0] ^ 1]))
 
 
+@pytest.mark.long
 class TestValkey(RedisTests):
     program = "valkey"
 
