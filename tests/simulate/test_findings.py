@@ -75,7 +75,7 @@ EDITS = (
     Edit(
         "blocks not computed yet",
         SchedulerSide,
-        "build_plan",
+        "_note_tokens",
         "min(end, request.num_tokens)",
         "min(end + 4, request.num_tokens)",
         1,

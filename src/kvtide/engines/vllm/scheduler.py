@@ -319,6 +319,18 @@ class SchedulerSide:
         self._take_in(0.0 if is_asking else None)
         self._drop_what_changed()
         self._lookups.next_step()
+        self._note_blocks(scheduler_output)
+        self._note_tokens(scheduler_output)
+        token_count = scheduler_output.total_num_scheduled_tokens
+        plan = StepPlan(has_forward=token_count > 0, token_count=token_count)
+        self._stores.plan(plan)
+        self._link.leave_reading(self._stores.is_asking or self._lookups.is_asking)
+        self._count()
+        plan.loads = self.take_new_loads()  # last: what fails before must not lose them
+        return plan
+
+    def _note_blocks(self, scheduler_output: Any) -> None:
+        """Whose blocks are gone with this step, and who is given which."""
         for request_id in scheduler_output.preempted_req_ids or ():
             tracker = self._trackers.get(request_id)
             if tracker is not None:
@@ -330,7 +342,11 @@ class SchedulerSide:
                 tracker = self._trackers.get(request_id)
                 if tracker is not None:
                     tracker.blocks += new_block_ids[0]
+
+    def _note_tokens(self, scheduler_output: Any) -> None:
+        """What each request has computed by the end of this step, and where its prompt is from."""
         drafts = scheduler_output.scheduled_spec_decode_tokens
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         for request_id, token_count in scheduler_output.num_scheduled_tokens.items():
             tracker = self._trackers.get(request_id)
             if tracker is None:
@@ -340,9 +356,9 @@ class SchedulerSide:
             self._forget_if_adapter_changed(tracker)
             request = tracker.request
             start = request.num_computed_tokens
-            is_admitted = not tracker.is_counted or request_id in cached.resumed_req_ids
+            is_admitted = not tracker.is_counted or request_id in resumed
             if is_admitted:
-                self._count_tokens(tracker, start)
+                tracker.count_tokens(start, self._identity.block_tokens, self.counters)
             has_loads = is_admitted and scheduler_output.has_sync_kv_loads
             if not tracker.is_verified(token_count, has_sync_loads=has_loads):
                 continue
@@ -350,13 +366,6 @@ class SchedulerSide:
             tracker.storable_tokens = min(end, request.num_tokens)
             if tracker.store is not None:
                 self._stores.computed(tracker)
-        token_count = scheduler_output.total_num_scheduled_tokens
-        plan = StepPlan(has_forward=token_count > 0, token_count=token_count)
-        self._stores.plan(plan)
-        self._link.leave_reading(self._stores.is_asking or self._lookups.is_asking)
-        self._count()
-        plan.loads = self.take_new_loads()  # last: what fails before must not lose them
-        return plan
 
     def take_new_loads(self) -> list[LoadJob]:
         """Loads whose blocks are allocated, and which no worker knows of yet."""
@@ -379,24 +388,6 @@ class SchedulerSide:
         if counts:
             self._link.count(counts)
             self._stats.update(counts)
-
-    def _count_tokens(self, tracker: Tracker, computed_tokens: int) -> None:
-        """Contract C19: a request counts when it is first scheduled after its last load."""
-        request = tracker.request
-        if tracker.is_counted:
-            self.counters.add("recomputed_tokens", request.num_tokens - computed_tokens)
-            return
-        tracker.is_counted = True
-        external = min(tracker.loaded_tokens, computed_tokens)
-        self.counters.add("tokens.external", external)
-        self.counters.add("tokens.local", computed_tokens - external)
-        self.counters.add("tokens.computed", request.num_prompt_tokens - computed_tokens)
-        block_tokens = self._identity.block_tokens
-        tokens = request.num_prompt_tokens
-        usable = usable_blocks(tokens // block_tokens, tokens, block_tokens) * block_tokens
-        if computed_tokens < usable and (tracker.no_load is not None or not external):
-            reason = tracker.no_load or tracker.not_asked or MissReason.ABSENT
-            self.counters.add(f"miss.{reason}")
 
     # ---- loads end
 

@@ -8,8 +8,9 @@ from vllm import envs
 from kvtide.core import messages as m
 from kvtide.core.chain import Chain
 from kvtide.core.keys import CONTENT_ID_BYTES_MAX, Item
-from kvtide.core.plan import StorePlan
+from kvtide.core.plan import StorePlan, usable_blocks
 from kvtide.core.reasons import MissReason
+from kvtide.metrics import Counters
 from kvtide.settings import EngineConfig
 
 
@@ -132,6 +133,26 @@ class Tracker:
         if has_sync_loads or self.unverified_tokens:
             self.unverified_tokens += token_count
         return not self.unverified_tokens
+
+    def count_tokens(self, computed_tokens: int, block_tokens: int, counters: Counters) -> None:
+        """Contract C19: a request counts when it is first scheduled after its last load.
+
+        `computed_tokens`: what need not be computed any more as this step begins.
+        """
+        request = self.request
+        if self.is_counted:
+            counters.add("recomputed_tokens", request.num_tokens - computed_tokens)
+            return
+        self.is_counted = True
+        external = min(self.loaded_tokens, computed_tokens)
+        tokens = request.num_prompt_tokens
+        counters.add("tokens.external", external)
+        counters.add("tokens.local", computed_tokens - external)
+        counters.add("tokens.computed", tokens - computed_tokens)
+        usable = usable_blocks(tokens // block_tokens, tokens, block_tokens) * block_tokens
+        if computed_tokens < usable and (self.no_load is not None or not external):
+            reason = self.no_load or self.not_asked or MissReason.ABSENT
+            counters.add(f"miss.{reason}")
 
 
 def refusal(request: Any, settings: EngineConfig) -> MissReason | None:
