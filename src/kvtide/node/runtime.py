@@ -31,6 +31,7 @@ from kvtide.core.keys import KEY_BYTES
 from kvtide.core.layout import KVLayout
 from kvtide.core.machine import Machine
 from kvtide.errors import WireError
+from kvtide.node.engine_log import EngineLog
 from kvtide.node.launch import EXIT_FAULT
 from kvtide.node.memory import Look, NodeMemory, RegionFiles
 from kvtide.node.processes import pidfd_fault
@@ -83,6 +84,7 @@ class Runtime:
         self._is_looking = False
         self._processes: dict[int, int] = {}  # pidfd by the connection that handed it over
         self._had_engine = False
+        self._engine_log = EngineLog(lambda line: logger.info("%s", line))
         self._left: dict[str, int] = {}  # counts of engines that have left
         self._own_pidfd = os.pidfd_open(os.getpid())
         self._loop = asyncio.get_running_loop()
@@ -174,10 +176,15 @@ class Runtime:
         if not self._is_ticking:
             self._tick()
         self._look_at_memory()
+        self._look_at_engines()
         if self._pulses % FRESH_PULSES == 0:
             self._keep_fresh()
         if not self._path_is_ours():
             self.stop(f"its socket {self.socket_path} is gone", on_purpose=False)
+
+    def _look_at_engines(self) -> None:
+        for instance in self.machine.instances.values():
+            self._engine_log.look(instance, self.clock.now_ms())
 
     def _look_at_memory(self) -> None:
         if self._is_looking:
@@ -233,6 +240,10 @@ class Runtime:
                 self._watch_process(connection, descriptors[0])
                 self._feed(fx.Received(connection.number, message))
                 self._watch_once(connection.number)
+            case m.Identity():
+                close_all(descriptors)
+                self._feed(fx.Received(connection.number, message))
+                self._look_at_engines()
             case _:
                 close_all(descriptors)
                 self._feed(fx.Received(connection.number, message))
@@ -270,17 +281,20 @@ class Runtime:
         """
         self._server.drop(number)
         if number in self._processes:
-            self._process_is_gone(number)
+            self._process_is_gone(number, "said good-bye")
 
     def _process_died(self, number: int) -> None:
         self._server.read_rest(number)
         if number in self._processes:
-            self._process_is_gone(number)
+            self._process_is_gone(number, "has ended")
 
-    def _process_is_gone(self, number: int) -> None:
+    def _process_is_gone(self, number: int, why: str) -> None:
         self._forget_process(number)
-        before = dict(self.machine.instances)
+        before, peer = dict(self.machine.instances), self.machine.peers.get(number)
         self._feed(fx.ProcessDied(number))
+        if peer is not None:
+            is_last = peer.engine_id not in self.machine.instances
+            self._engine_log.process_left(peer, why, self.clock.now_ms(), is_last=is_last)
         for engine_id in before.keys() - self.machine.instances.keys():
             add_left(self._left, before[engine_id].counts)
 
