@@ -84,7 +84,7 @@ EDITS = (
         "ends of loads",
         SchedulerSide,
         "_load_ended",
-        "self._link.send(m.LoadEnd(load.lease, verified))",
+        "self._link.end_load(m.LoadEnd(load.lease, verified))",
         "pass",
         1,
     ),

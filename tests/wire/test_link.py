@@ -246,8 +246,10 @@ def test_good_bye_is_said_though_the_connection_is_gone(
     assert ask(running_node.places, "status")["engines"]
     link.send(m.Stored(1, True))  # not for a scheduler to say: the node closes the connection
     owner.wait("down")
+    pulses = len(owner.of("pulse"))
     link.close(5)
     assert not link._thread.is_alive()
+    assert len(owner.of("pulse")) == pulses + 1, "for what it has to say first"
     wait_until(lambda: not ask(running_node.places, "status")["engines"], "it is still known")
 
 

@@ -103,7 +103,10 @@ class LinkOwner(Protocol):
         ...
 
     def on_pulse(self) -> None:
-        """About once a second has passed while the connection was up."""
+        """About once a second has passed while the connection was up.
+
+        Called too on a connection that is made for a good-bye alone: for what is owed till then.
+        """
         ...
 
 
@@ -352,6 +355,7 @@ class Link:
             try:
                 sock.connect(self._path)
                 if isinstance(self._greet(sock, reader, is_farewell=True), Welcome):
+                    self._call(self._owner.on_pulse)
                     self._flush_bye(sock)
             except (OSError, WireError) as error:
                 logger.debug("kvtide: the node was not told good-bye: %s", error)

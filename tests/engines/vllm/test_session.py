@@ -230,6 +230,84 @@ def sent(session: EngineSession, monkeypatch: pytest.MonkeyPatch) -> list[m.Mess
     return found
 
 
+def test_clears_on_their_way_when_the_connection_ends_are_said_before_a_good_bye(
+    session: EngineSession, sent: list[m.Message]
+) -> None:
+    """An engine may end while it is not connected: its link comes once more, and is not up."""
+    session._last_sent = bytes(32)
+    session.on_up(WELCOME)
+    session.clear({b"one"})
+    session.on_down(node_is_dead=False)
+    del sent[:]
+    session.on_pulse()
+    assert sent == [m.Clear(bytes(32), b"one")]
+
+
+class FullOutbox:
+    """A connection that takes nothing for now."""
+
+    def __init__(self) -> None:
+        self.sent: list[m.Message] = []
+        self.is_full = True
+
+    def send(self, message: m.Message) -> bool:
+        if not self.is_full:
+            self.sent.append(message)
+        return not self.is_full
+
+
+@pytest.fixture
+def full(session: EngineSession, monkeypatch: pytest.MonkeyPatch) -> FullOutbox:
+    """The session's connection, to a node that does not read."""
+    outbox = FullOutbox()
+    monkeypatch.setattr(session._link, "send", outbox.send)
+    session.on_up(WELCOME)
+    return outbox
+
+
+def test_the_end_of_a_load_that_found_no_room_is_said_later(
+    session: EngineSession, full: FullOutbox
+) -> None:
+    """The node protects what was loaded for as long as the connection lasts, or until it hears
+    of the end."""
+    ends = [m.LoadEnd(1, 4), m.LoadEnd(2, 0)]
+    for end in ends:
+        session.end_load(end)
+    session.on_pulse()
+    full.is_full = False
+    session.on_pulse()
+    session.on_pulse()
+    assert full.sent == ends
+
+
+def test_the_end_of_a_load_is_not_said_to_another_node(
+    session: EngineSession, full: FullOutbox
+) -> None:
+    session.end_load(m.LoadEnd(1, 4))
+    full.is_full = False
+    session.on_up(replace(WELCOME, node=b"another"))
+    session.on_pulse()
+    assert not full.sent
+
+
+@pytest.mark.parametrize("off", [None, Off(OffReason.GROUPS, "two of them")])
+def test_what_the_engine_is_and_found_no_room_is_said_later(
+    off: Off | None,
+    session: EngineSession,
+    full: FullOutbox,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it were not served for as long as the connection lasts."""
+    monkeypatch.setattr(session, "_fields", lambda *_: off or {"a": 1})
+    session.on_message(m.Workers([], [64]), [])
+    full.is_full = False
+    session.on_pulse()
+    session.on_pulse()
+    (said,) = full.sent
+    assert isinstance(said, m.Identity)
+    assert said.off_reason == (off.reason if off else "")
+
+
 OFFER = m.StoreOffer(1, bytes(32), bytes(32), [], [])
 GRANTED = m.StoreAnswer(1, [""], [7], [m.Run(1, 0, 1, 5)], [3])
 

@@ -420,7 +420,7 @@ class SchedulerSide:
             (i for i, block in enumerate(load.block_ids) if block in load.failed),
             len(load.block_ids),
         )
-        self._link.send(m.LoadEnd(load.lease, verified))
+        self._link.end_load(m.LoadEnd(load.lease, verified))
         self.counters.add("failed_blocks", len(load.block_ids) - verified)
         tracker = self._trackers.get(request_id)
         if tracker is None:

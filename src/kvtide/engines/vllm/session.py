@@ -10,6 +10,7 @@ for the node, nor, since it reads answers itself, for the link's thread.
 Ownership
     session, off          written by the link's thread, read by the scheduler's; whole objects
     counters to send      the scheduler's thread adds (`count`), the link's takes, under `_owing`
+    ends of loads to say  the same
     grants to return      either thread, under `_owing`
     what is to be cleared any thread, under `_owing`
 """
@@ -102,6 +103,7 @@ class EngineSession:
         self._uncleared: dict[m.Clear, None] = {}
         self._clearing: deque[m.Clear] = deque()  # said on this connection, not answered
         self._counts: dict[str, int] = {}
+        self._load_ends: list[m.LoadEnd] = []  # there was no room for
         self._facts: m.Workers | None = None
         self._welcome: m.Welcome | None = None
         self._sent = b""  # the fingerprint last said on this connection; b"" where we are off
@@ -216,6 +218,17 @@ class EngineSession:
                     del self._uncleared[clear]
                     self._clearing.append(clear)
 
+    def end_load(self, end: m.LoadEnd) -> None:
+        """A load is over: the node protects what it read until it hears so, however late."""
+        if not self._link.send(end):
+            with self._owing:
+                self._load_ends.append(end)
+
+    def _send_load_ends(self) -> None:
+        with self._owing:
+            while self._load_ends and self._link.send(self._load_ends[0]):
+                del self._load_ends[0]
+
     def note_silence(self) -> None:
         """A question was not answered in time."""
         self._link.note_silence()
@@ -255,6 +268,8 @@ class EngineSession:
         """The node has taken us; its word on the workers follows."""
         if self._welcome is None or self._welcome.node != welcome.node:
             self._answers.last_grant = 0
+            with self._owing:
+                self._load_ends.clear()  # another node has protected nothing
         self._welcome = welcome
         self._facts = None
         self._sent, self._said_off = b"", None
@@ -262,8 +277,6 @@ class EngineSession:
         with self._owing:
             self._returned += self._returned_last
             self._returned_last.clear()
-            self._uncleared = dict.fromkeys([*self._clearing, *self._uncleared])
-            self._clearing.clear()
         self._send_returned()
         self._send_clears()
         self._warn_of_settings(welcome)
@@ -312,6 +325,9 @@ class EngineSession:
         """Everything asked is void; a dead node is replaced."""
         self.session = None
         self._answers.lost()
+        with self._owing:
+            self._uncleared = dict.fromkeys([*self._clearing, *self._uncleared])
+            self._clearing.clear()
         if node_is_dead:
             self._starter.dead(time.monotonic())
 
@@ -337,8 +353,9 @@ class EngineSession:
                 self._turn_off(Off(OffReason.NODE_ENDS_AT_START, detail))
 
     def on_pulse(self) -> None:
-        """Once a second: counts, and what the weights' digest has come to."""
+        """Once a second: what is owed, and what the weights' digest has come to."""
         self._send_counts()
+        self._send_load_ends()
         self._send_returned()
         self._send_clears()
         self._identify()
@@ -362,7 +379,6 @@ class EngineSession:
             return
         if digests == self._said_digests:
             return
-        self._said_digests = digests
         fields = self._fields(facts, digests)
         if isinstance(fields, Off):
             self._identify_as_off(facts, fields)
@@ -371,7 +387,8 @@ class EngineSession:
         self._said_off = None
         shown = {name: _shown(field) for name, field in fields.items()}
         identity = self._message(self._sent, b"".join(digests), shown, facts.cell_bytes, None)
-        self._link.send(identity)
+        if self._link.send(identity):
+            self._said_digests = digests
 
     def _identify_as_off(self, facts: m.Workers, off: Off) -> None:
         """Say why we are off, once for each reason."""

@@ -57,6 +57,7 @@ def _held_by_engine(engine: "Engine") -> dict[str, Any]:
         "answers nobody took": session._answers._waiting,
         "questions nobody answered": session._answers._open,
         "grants to return": session._returned,
+        "ends of loads to say": session._load_ends,
         "clears to say": session._uncleared,
         "clears not answered": session._clearing,
         "messages nobody took": session._link._channel._left,

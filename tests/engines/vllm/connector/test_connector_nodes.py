@@ -262,3 +262,28 @@ def test_answers_that_found_no_room_are_sent_later(
         assert side._unsent
     until("its grants are answered", toys.node.is_at_rest)
     assert side._connection == connection
+
+
+@pytest.mark.long
+def test_ends_of_loads_that_found_no_room_are_said_later(
+    toys: Toys, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what was loaded is kept from being evicted for as long as the connection lasts."""
+    engine = toys.start(OPTIONS)
+    prompt = stored(toys, engine, 70)
+    link = scheduler_of(engine)._link._link
+    send, refused = link.send, []
+
+    def without_room(message: m.Message) -> bool:
+        if isinstance(message, m.LoadEnd):
+            refused.append(message)
+            return False
+        return bool(send(message))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "send", without_room)
+        result = engine.generate(prompt)
+        assert_right(result, 1)
+        assert result.external == own_hit(70, 70)
+        assert refused
+    until("nothing is kept for it", toys.node.is_at_rest)
