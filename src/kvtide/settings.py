@@ -140,7 +140,8 @@ KEYS = (
         accepts="a size such as 2TiB, or `auto`",
         doc="Most bytes that kvtide's files in `disk_path` take, as the file system counts them."
         " `auto`: 80 % of what is free there when the node starts, what it holds already included;"
-        " more where there is more later."
+        " more where there is more later. Where less is set than is there, a start evicts for"
+        " up to a second; the rest goes while the node serves, and nothing is stored before."
         " Needed with `disk_path`.",
         show=values.show_bytes,
     ),

@@ -2,7 +2,9 @@
 
 import gc
 import hashlib
+import sys
 import weakref
+from collections.abc import Callable
 
 import pytest
 
@@ -77,6 +79,43 @@ class Shelf:
 @pytest.fixture
 def shelf() -> Shelf:
     return Shelf()
+
+
+def line_count(call: Callable[[], object]) -> int:
+    """Lines of Python that run."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame: object, event: str, _: object) -> object:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("at", ["beside", "behind"])
+def test_a_match_takes_no_more_steps_among_many_entries(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Beside the chain that is asked for, or among the children of its last whole chunk."""
+    chain = "abcdefghij"
+    for end in (4, 8, 10):
+        shelf.held(chain[:end])
+    start = "" if at == "beside" else chain[:8]
+    shelf.held(f"{start}0000")
+    few = line_count(lambda: shelf.match(chain))
+    monkeypatch.setattr(
+        Index, "check_integrity", lambda _: None
+    )  # it would look at all, each time
+    for number in range(1, 2_000):
+        shelf.held(f"{start}{number:04d}")
+    assert shelf.match(chain) == len(chain)
+    assert line_count(lambda: shelf.match(chain)) == few
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Nodes are found by their socket and end, whether they obey or not."""
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,3 +53,24 @@ def test_a_node_that_does_not_obey_is_killed_and_that_is_told(
 def test_where_no_node_listens_there_is_nothing_to_stop(tmp_path: Path) -> None:
     (tmp_path / "node-1.sock").touch()
     assert nodes.stop_nodes(tmp_path, {"KVTIDE_RUNTIME_DIR": str(tmp_path)})
+
+
+@pytest.mark.parametrize("program", ["kvtide.node.launch", "kvtide.node.main"])
+def test_a_node_that_does_not_listen_yet_is_ended(tmp_path: Path, program: str) -> None:
+    """An engine that was interrupted had just launched it: it would outlive the directory."""
+    waits = "import time; print('is there', flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", waits, "-m", program]
+    environment = os.environ | {"KVTIDE_RUNTIME_DIR": str(tmp_path)}
+    other = os.environ | {"KVTIDE_RUNTIME_DIR": f"{tmp_path}-of-others"}
+    starting, of_others = (
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE) for env in (environment, other)
+    )
+    for process in (starting, of_others):
+        assert process.stdout is not None
+        with process.stdout:
+            process.stdout.readline()
+    assert not nodes.stop_nodes(tmp_path, {"KVTIDE_RUNTIME_DIR": str(tmp_path)})
+    assert starting.wait(10) == -signal.SIGKILL
+    assert of_others.poll() is None
+    of_others.kill()
+    of_others.wait()

@@ -1,5 +1,6 @@
 """How the bytes of records move: past the page cache, without a copy, beside what is freed."""
 
+import logging
 import mmap
 import os
 from collections.abc import Sequence
@@ -40,12 +41,17 @@ class Noted(FaultyFiles):
         super().drop_cached(descriptor, offset_bytes, length_bytes)
 
 
-def test_records_go_past_the_page_cache_where_the_file_system_lets_them(tmp_path: Path) -> None:
-    """Each time that a segment is opened for them, to read or to write."""
+def test_records_go_past_the_page_cache_where_the_file_system_lets_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each time that a segment is opened for them, to read or to write; one line says so."""
+    caplog.set_level(logging.INFO, "kvtide.disk")
     files = Noted()
     with driven(tmp_path / "kv", files=files) as tier:
         if not disk_of(tier)._directory.is_direct:
             pytest.skip("this file system refuses O_DIRECT")
+        said = [line for line in caplog.messages if "O_DIRECT" in line or "plain I/O" in line]
+        assert said == [f"disk {tmp_path / 'kv'}: O_DIRECT, past the page cache"]
         tier.keep(CHUNKS)
         for record in CHUNKS:
             assert tier.load(record) is LoadOutcome.LOADED

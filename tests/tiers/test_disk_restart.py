@@ -49,7 +49,7 @@ def assert_clean(kv: Path, tier: DrivenTier, cap: int) -> None:
 
 
 def test_what_was_stored_before_a_kill_is_there_after_it(tmp_path: Path) -> None:
-    """Two dozen lives in one directory, each killed at a random point; nothing is ever lost."""
+    """A dozen lives in one directory, each killed at a random point; nothing is ever lost."""
     kv, draw = tmp_path / "kv", random.Random(5)
     stored: list[int] = []
     for life in range(KILLS // 2):

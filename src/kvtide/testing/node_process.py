@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ STOP_S_MAX = T_STOP_S
 """T_stop of the contract."""
 POLL_S = 0.002
 PROGRAM = b"kvtide.node.main"
+LAUNCHER = b"kvtide.node.launch"
+"""What becomes a node."""
 
 
-def node_pids(runtime_dir: Path) -> list[int]:
+def node_pids(runtime_dir: Path, programs: Container[bytes] = (PROGRAM,)) -> list[int]:
     """Nodes of this runtime directory, those that do not listen included."""
     found = []
     mine = b"KVTIDE_RUNTIME_DIR=" + os.fsencode(runtime_dir)
@@ -36,7 +39,8 @@ def node_pids(runtime_dir: Path) -> list[int]:
         if not entry.name.isdecimal():
             continue
         with suppress(OSError):  # it has ended meanwhile, or is not ours
-            is_node = PROGRAM in (entry / "cmdline").read_bytes().split(b"\0")
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            is_node = any(word in programs for word in words)
             if is_node and mine in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
     return found

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from kvtide.testing import node_process
 from kvtide.wire.peer import peer_of
 
 STOP_S_MAX = 15.0  # a node ends within 10 s of being asked
@@ -31,10 +32,43 @@ def node_pids(runtime_dir: Path) -> list[int]:
 
 
 def stop_nodes(runtime_dir: Path, environment: Mapping[str, str]) -> bool:
-    """`kvtide stop`, and SIGKILL for a node that does not obey; true if that was not needed.
+    """`kvtide stop`, and SIGKILL for a node that does not obey, or does not listen (yet); true if
+    that was not needed.
 
-    Holds afterwards: no node listens in this directory. `environment` names the directory too.
+    Holds afterwards, if the engines have ended before: no node of this directory runs, nor is one
+    on its way. `environment` names the directory too.
     """
+    has_obeyed = _stop_listening(runtime_dir, environment)
+    return not _kill_silent(runtime_dir) and has_obeyed
+
+
+def _kill_silent(runtime_dir: Path) -> bool:
+    """SIGKILL for whoever is left; whether anybody was.
+
+    An engine that was ended a moment ago may have launched one, which makes its directory anew.
+    """
+    was_there = False
+    while pids := _node_processes(runtime_dir):
+        was_there = True
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                pidfd = os.pidfd_open(pid)
+                try:
+                    if pid in _node_processes(runtime_dir):  # its number is nobody else's by now
+                        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                    _has_ended(pidfd, STOP_S_MAX)
+                finally:
+                    os.close(pidfd)
+    return was_there
+
+
+def _node_processes(runtime_dir: Path) -> list[int]:
+    programs = (node_process.PROGRAM, node_process.LAUNCHER)
+    return node_process.node_pids(runtime_dir, programs)
+
+
+def _stop_listening(runtime_dir: Path, environment: Mapping[str, str]) -> bool:
+    """See `stop_nodes`, for the nodes that listen."""
     with _pidfds(runtime_dir) as pidfds:
         if not pidfds:
             return True
