@@ -8,7 +8,7 @@ a whole, answers wait in `Answers` until the hooks take them. So the scheduler's
 for the node, nor, since it reads answers itself, for the link's thread.
 
 Ownership
-    session, off          written by the link's thread, read by the scheduler's; whole objects
+    session, off, alarms  written by the link's thread, read by the scheduler's; whole objects
     counters to send      the scheduler's thread adds (`count`), the link's takes, under `_owing`
     grants to return      either thread, under `_owing`
     what is to be cleared any thread, under `_owing`
@@ -111,6 +111,8 @@ class EngineSession:
         self._line = ""
         self.session: Session | None = None
         self.off: Off | None = None
+        self.alarms = 0
+        """How often a canary has turned us off."""
         self._link = Link(places.socket, self, "kvtide-scheduler")
 
     # ---- the scheduler's thread
@@ -452,6 +454,7 @@ class EngineSession:
     def _turn_off(self, off: Off) -> None:
         self.session = None
         self._abandon_all()
+        self.alarms += off.reason is OffReason.CANARY
         is_news = self.off is None or self.off.reason != off.reason
         self.off = off
         if is_news:
