@@ -253,8 +253,8 @@ KEYS = (
         accepts="a number from 0 to 1",
         doc="Of how many long hits (three chunks or more, without an adapter) the last chunk is"
         " computed instead of loaded, and compared with what is kept. Where it differs by more"
-        " than rounding, the engine's fingerprint is quarantined until `kvtide clear`: what is kept"
-        " for it is cleared, its engines serve uncached, and the node raises an alarm. 0: of"
+        " than rounding, the engine's fingerprint is quarantined until `kvtide clear`: what is"
+        " kept for it is cleared, its engines serve uncached, and the node raises an alarm. 0: of"
         " none.",
     ),
 )

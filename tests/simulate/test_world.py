@@ -44,17 +44,17 @@ def test_a_world_under_faults_keeps_its_laws(seed: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(2, 8))
-def test_canaries_of_every_long_hit_find_nothing_and_leave_nothing(seed: int) -> None:
-    """Under all faults of a world; an alarm, or what is still held at idle, would fail it."""
-    shape = small(seed)
-    engines = [replace(one, canary_rate=1.0, block_count=96) for one in shape.engines]
-    world = World(seed, replace(shape, engines=tuple(engines), host_bytes=shape.host_bytes * 4))
-    assert world.run().requests > 50
+def test_canaries_of_every_long_hit_find_nothing_and_leave_nothing() -> None:
+    """Under all faults of worlds; an alarm, or what is still held at idle, would fail one."""
     counts = Counter[str]()
-    for node in world.nodes.values():
-        counts += Counter(node.machine.counts)
-    assert counts["canaries.equal"]
+    for seed in range(2, 8):
+        shape = small(seed)
+        engines = tuple(replace(e, canary_rate=1.0, block_count=96) for e in shape.engines)
+        world = World(seed, replace(shape, engines=engines, host_bytes=shape.host_bytes * 4))
+        world.run()
+        for node in world.nodes.values():
+            counts += Counter(node.machine.counts)
+    assert counts["canaries.equal"] > 20
     assert not counts["canaries.differs"]
 
 

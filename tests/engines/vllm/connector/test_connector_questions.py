@@ -40,7 +40,9 @@ class Scene:
             Counters(),
             canaries,
         )
-        request = SimpleNamespace(all_token_ids=TOKENS, num_tokens=len(TOKENS))
+        request = SimpleNamespace(
+            request_id="one", all_token_ids=TOKENS, num_tokens=len(TOKENS)
+        )
         self.tracker = Tracker(request, 0.0, chain=Chain(ROOT.root, BLOCK, CHUNK), root=ROOT)
         self.lookups.ask(self.tracker)
 
