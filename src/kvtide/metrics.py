@@ -65,6 +65,21 @@ METRICS = (
     Metric("kvtide_leases", "gauge", "Matches that are protected for a moment.", "leases"),
     Metric("kvtide_loads", "gauge", "Loads that are running.", "loads"),
     Metric("kvtide_grants", "gauge", "Runs of cells lent to engines and tiers.", "grants"),
+    Metric(
+        "kvtide_fingerprints_quarantined",
+        "gauge",
+        "Fingerprints under which nobody is served, since a canary differed. Alert on any.",
+        "quarantined",
+    ),
+    Metric(
+        "kvtide_canaries_total",
+        "counter",
+        "Chunks that a worker compared with the same computed anew, by verdict: equal, differs (an"
+        " alarm), no_verdict (taken away before).",
+        "canaries.",
+        ("verdict",),
+        is_of_node=True,
+    ),
     Metric("kvtide_engines", "gauge", "Engines that are connected.", "engines"),
     Metric(
         "kvtide_engines_off_total",

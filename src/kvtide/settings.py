@@ -54,6 +54,7 @@ class EngineConfig:
     weights_change: Literal["none", "reset"]
     any_engine_version: bool
     start_node: bool
+    canary_rate: float  # share of long hits, 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +245,18 @@ KEYS = (
         accepts="true or false",
         doc="Whether the connector starts a node when none is there. With `false` it waits for"
         " one, uncached, for as long as that takes.",
+    ),
+    Key(
+        "canary_rate",
+        default=0.001,
+        parse=values.parse_share,
+        owner="engine",
+        accepts="a number from 0 to 1",
+        doc="Of how many long hits (three chunks or more, without an adapter) the last chunk is"
+        " computed instead of loaded, and compared with what is kept. Where it differs by more"
+        " than rounding, the engine's fingerprint is quarantined until `kvtide clear`: what is"
+        " kept for it is cleared, its engines serve uncached, and the node raises an alarm. 0: of"
+        " none.",
     ),
 )
 """All settings; the parser, the environment's names and docs/configuration.md follow from it."""

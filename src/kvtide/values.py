@@ -80,6 +80,17 @@ def parse_seconds(raw: object) -> float:
     return seconds
 
 
+def parse_share(raw: object) -> float:
+    """A number from 0 to 1."""
+    share = math.nan
+    if isinstance(raw, int | float | str) and not isinstance(raw, bool):
+        with suppress(ValueError):
+            share = float(raw)
+    if not 0 <= share <= 1:
+        raise ValueError("not such a number")
+    return share
+
+
 def parse_address(raw: object) -> HTTPAddress:
     """address:port. A name would be asked for while engines wait for the node."""
     host, colon, port = raw.rpartition(":") if isinstance(raw, str) else ("", "", "")

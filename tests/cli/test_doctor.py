@@ -15,9 +15,11 @@ from click.testing import CliRunner, Result
 from kvtide.cli import examine
 from kvtide.cli.examine import NOTE, OK, WRONG, Finding
 from kvtide.cli.main import main
+from kvtide.core import messages as m
 from kvtide.errors import HostMemoryError
 from kvtide.memory.probe import CgroupLimit, HostMemory, KernelFeatures, Pressure
-from kvtide.testing.fake_engine import FakeEngine, Shape
+from kvtide.testing.fake_engine import FakeEngine, FakeScheduler, Shape
+from kvtide.testing.fake_worker import FakeWorker
 from kvtide.testing.node_process import NodeProcess
 from kvtide.units import GiB, MiB
 from kvtide.wire import command
@@ -241,6 +243,31 @@ def test_engine_that_is_off_is_a_note_with_the_reason(running_node: NodeProcess)
     found = only(finding for finding in findings if finding.what == "engine one")
     assert found.verdict == NOTE
     assert "host_too_small" in found.text
+
+
+def test_an_alarm_is_wrong_until_a_clear(doctor: Doctor, running_node: NodeProcess) -> None:
+    """A canary differed: `doctor` and `status` say so, each in a line, and what ends it."""
+    with FakeEngine(running_node.places, "one") as engine:
+        scheduler, (worker,) = engine.scheduler, engine.workers
+        assert isinstance(worker, FakeWorker)
+        differs = m.Compared(engine.shape.fingerprint, "differs", 1.41)
+        assert worker.link.send(differs)
+        assert scheduler.wait_for(lambda: is_off(scheduler))
+        result = doctor()
+        assert result.exit_code == 1
+        assert "quarantined until `kvtide clear`" in line(result, "canary")
+        status = CliRunner().invoke(main, ["status"]).output
+        assert f"fingerprint {engine.shape.fingerprint.hex()[:8]} is quarantined" in status
+        assert "canaries    differs 1" in status
+        assert CliRunner().invoke(main, ["clear"]).exit_code == 0
+        assert scheduler.wait_for(lambda: not is_off(scheduler))
+        assert "canary " not in doctor().output
+    assert " ERROR " in running_node.log()
+
+
+def is_off(scheduler: FakeScheduler) -> bool:
+    assert scheduler.serving is not None
+    return scheduler.serving.off_reason == "canary"
 
 
 def test_a_tier_that_does_not_work_is_a_note_with_what_it_says(

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +127,7 @@ FIRST = {
     "a failed region before hello": lambda engine: m.RegionFailed(100, ""),
     "a left region before hello": lambda engine: m.RegionLeft(100),
     "an answer before hello": lambda engine: m.Stored(1, ok=True),
+    "a verdict before hello": lambda engine: m.Compared(bytes(32), "equal", 0.0),
     "a message of the node's": lambda engine: m.Welcome(1, b"", 1, 1),
     "a match": lambda engine: m.Match(1, 0, 0, [], 0),
 }
@@ -136,6 +138,7 @@ SCHEDULERS = {
     "a worker's hello": worker(),
     "a worker's answer": lambda engine: m.Stored(1, ok=True),
     "a worker's region": lambda engine: m.RegionOpen(100),
+    "a worker's verdict": lambda engine: m.Compared(bytes(32), "equal", 0.0),
     "a short fingerprint": identity(fingerprint=bytes(31)),
     "no fingerprint": identity(fingerprint=b""),
     "a long weights digest": identity(weights=bytes(65)),
@@ -206,6 +209,10 @@ WORKERS = {
     "an offer": offer(),
     "a lease": lambda engine: m.LeaseRelease(1),
     "counts": lambda engine: m.Counts({}),
+    "a verdict on no fingerprint": lambda engine: m.Compared(b"", "equal", 0.0),
+    "an unknown verdict": lambda engine: m.Compared(bytes(32), LONG, 0.0),
+    "a difference below 0": lambda engine: m.Compared(bytes(32), "equal", -1.0),
+    "a difference that is no number": lambda engine: m.Compared(bytes(32), "equal", math.nan),
     "a message of the node's": lambda engine: m.RegionLeave(100),
 }
 """From a worker that serves."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from kvtide.core import keys
 from kvtide.core import messages as m
 from kvtide.core.effects import (
+    Alarm,
     AskTier,
     ClearTiers,
     Close,
@@ -121,7 +122,8 @@ class World:
         count = self.machine.clear(salt_digest)
         self.machine.check_integrity()
         for effect in self.machine.take_effects():
-            assert not self._carry_out(effect), "a clear is followed by nothing"
+            for event in self._carry_out(effect):  # engines that may be served again
+                self.give(event)
         return count
 
     def connect(self) -> int:
@@ -161,7 +163,7 @@ class World:
             case ClearTiers():
                 for tier in self.tiers:
                     tier.clear(effect)
-            case Note() | End():
+            case Note() | Alarm() | End():
                 pass
         return []
 

@@ -20,6 +20,7 @@ from kvtide.core import messages as m
 from kvtide.metrics import LABELS_MAX, METRICS, Counters, render
 from kvtide.node import http
 from kvtide.testing.fake_engine import FakeEngine, make_tokens
+from kvtide.testing.fake_worker import FakeWorker
 from kvtide.testing.node_process import NodeProcess
 from kvtide.wire.command import ask
 from tests.node.fixtures import HOST_BYTES, StartNode
@@ -100,6 +101,30 @@ def test_nothing_listens_by_default(running_node: NodeProcess) -> None:
 def test_health_and_metrics_need_no_token(shared_address: str) -> None:
     assert get(shared_address, "/healthz") == (200, "ok\n")
     assert get(shared_address, "/metrics?x=1")[0] == 200
+
+
+def test_health_tells_of_an_alarm_and_stays_in_health(
+    new_node: StartNode,
+) -> None:
+    """Whoever restarts what is not healthy would restart the node, and the alarm be gone."""
+    address = f"127.0.0.1:{free_port()}"
+    node = new_node(http_address=address)
+    node.start()
+    wait_page(address)
+    with FakeEngine(node.places, "one") as engine:
+        (worker,) = engine.workers
+        assert isinstance(worker, FakeWorker)
+        worker.link.send(m.Compared(engine.shape.fingerprint, "differs", 1.41))
+        serving = engine.scheduler
+        assert serving.wait_for(lambda: bool(serving.serving and serving.serving.off_reason))
+        code, body = get(address, "/healthz")
+        assert code == 200
+        assert body.startswith(f"alarm: fingerprint {engine.shape.fingerprint.hex()[:8]}")
+        metrics = get(address, "/metrics")[1]
+        assert "kvtide_fingerprints_quarantined 1\n" in metrics
+        assert 'kvtide_canaries_total{verdict="differs"} 1\n' in metrics
+        ask(node.places, "clear")
+        assert get(address, "/healthz") == (200, "ok\n")
 
 
 def test_status_needs_the_token(shared_address: str) -> None:

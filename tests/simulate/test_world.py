@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -40,6 +41,21 @@ def test_a_world_under_faults_keeps_its_laws(seed: int) -> None:
     assert outcome.requests > 50
     assert outcome.hit_tokens > 100
     assert outcome.faults
+
+
+@pytest.mark.long
+def test_canaries_of_every_long_hit_find_nothing_and_leave_nothing() -> None:
+    """Under all faults of worlds; an alarm, or what is still held at idle, would fail one."""
+    counts = Counter[str]()
+    for seed in range(2, 8):
+        shape = small(seed)
+        engines = tuple(replace(e, canary_rate=1.0, block_count=96) for e in shape.engines)
+        world = World(seed, replace(shape, engines=engines, host_bytes=shape.host_bytes * 4))
+        world.run()
+        for node in world.nodes.values():
+            counts += Counter(node.machine.counts)
+    assert counts["canaries.equal"] > 20
+    assert not counts["canaries.differs"]
 
 
 def test_the_same_seed_gives_the_same_log() -> None:

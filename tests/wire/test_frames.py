@@ -30,6 +30,7 @@ Plain = st.recursive(
     max_leaves=10,
 )
 st.register_type_strategy(int, Integers)
+st.register_type_strategy(float, st.floats(allow_nan=False))  # it is not equal to itself
 
 
 def of_type(hint: Any) -> st.SearchStrategy[Any]:

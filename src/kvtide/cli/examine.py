@@ -235,6 +235,9 @@ def _running(places: Places, status: dict[str, Any]) -> Iterator[Finding]:
     except KVTideError as error:
         text = f"{error}; please report it with the node's log, then run `kvtide stop`"
         yield Finding(WRONG, "integrity", text)
+    for one in status["quarantined"]:
+        text = f"{one['text']}. Please report it with the node's log before you clear"
+        yield Finding(WRONG, "canary", text)
     for engine in status["engines"]:
         name = f"engine {engine['engine_id'][:8]}"
         if engine["off"]:

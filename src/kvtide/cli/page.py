@@ -18,6 +18,7 @@ def page(status: Status, directory: str) -> str:
     """The whole page."""
     sections: dict[str, Iterable[str]] = {
         "node": _node(status["node"], directory),
+        "ALARM": [one["text"] for one in status["quarantined"]],
         "host": _host(status["host"]),
         "entries": _entries(status["entries"], status["host"]),
         "regions": _regions(status["host"]["regions"]),
@@ -26,6 +27,7 @@ def page(status: Status, directory: str) -> str:
         "tokens": _tokens(status["counts"]),
         "loads": _copies(status["counts"], "loaded", "load"),
         "stores": _copies(status["counts"], "stored", "store"),
+        "canaries": _canaries(status["counts"], status["canary_difference"]),
         "misses": _by_reason(status["counts"], "miss."),
         "drops": _by_reason(status["counts"], "drop."),
         "evictions": [_listed(status["evicted"])],
@@ -159,6 +161,12 @@ def _copies(counts: Mapping[str, int], past: str, timer: str) -> Iterator[str]:
     if failed:
         parts.append(f"{counted(failed, 'block')} failed, computed instead")
     yield ", ".join(parts)
+
+
+def _canaries(counts: Mapping[str, int], difference: float) -> Iterator[str]:
+    verdicts = _with(counts, "canaries.")
+    near = f"; of equal ones at most {difference:.2%} apart" if verdicts.get("equal") else ""
+    yield f"{_listed(verdicts)}{near}"
 
 
 def _by_reason(counts: Mapping[str, int], prefix: str) -> Iterator[str]:

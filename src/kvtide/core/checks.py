@@ -7,7 +7,7 @@ asserted on (an assertion ends the node), and a message that is refused costs it
 from kvtide.core import messages as m
 from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.core.layout import BLOCKS_PER_CHUNK_MAX, CELL_ALIGN_BYTES, KVLayout
-from kvtide.core.reasons import OffReason
+from kvtide.core.reasons import OffReason, Verdict
 from kvtide.errors import WireError
 
 WORKERS_MAX = 1024
@@ -26,6 +26,7 @@ FIELDS_MAX = 1024
 """Of a fingerprint: several times what an engine has; kept while it lives."""
 COUNT_NAMES_MAX = 256
 """Names of counters that an engine may send."""
+_VERDICTS = ", ".join(Verdict)
 
 
 def version_fault(node_version: str, wire_version: int, version: str) -> str:
@@ -131,6 +132,15 @@ def check_clear(message: m.Clear) -> None:
         raise WireError(
             f"a salt of {len(message.salt_digest)} bytes; at most {RANDOM_BYTES_MAX} are taken"
         )
+
+
+def check_compared(message: m.Compared) -> None:
+    """Judge what a canary has shown."""
+    _check_fingerprint(message.fingerprint)
+    if message.verdict not in list(Verdict):
+        raise WireError(f"the verdict {message.verdict[:NAME_CHARS_MAX]!r}; known are {_VERDICTS}")
+    if not message.difference >= 0:
+        raise WireError(f"a difference of {message.difference}; 0 is the least")
 
 
 def check_root(message: m.RegisterRoot) -> None:

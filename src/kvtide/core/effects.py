@@ -209,6 +209,13 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
+class Alarm:
+    """A line for the node's log that somebody must read."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """The node's work is done: nobody has needed it for `linger_s`, or it was told to stop."""
 
@@ -228,5 +235,6 @@ Effect: TypeAlias = (
     | StoreTo
     | ClearTiers
     | Note
+    | Alarm
     | End
 )

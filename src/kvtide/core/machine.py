@@ -10,6 +10,7 @@ and a failure replays. The runtime feeds it from one thread. What the parts do:
     stores      Lending: grants, eviction
     tiers       Promotions: loads from below; Writes: stores to below
     regions     Regions: growing, opening, moving, leaving
+    canaries    Quarantine: whose bytes are not trusted
     messages    checks.py: what is refused before anything has changed
 """
 
@@ -40,6 +41,7 @@ from kvtide.core.instances import check_integrity as check_engines
 from kvtide.core.lending import PUT_MS_MAX
 from kvtide.core.parts import MachineConfig, Parts
 from kvtide.core.presence import Presence
+from kvtide.core.quarantine import Quarantine
 from kvtide.core.reasons import DropReason
 from kvtide.errors import WireError
 
@@ -64,6 +66,8 @@ class Machine:
         self.leases, self.regions, self.lookups = parts.leases, parts.regions, parts.lookups
         self.promotions, self.writes, self.counts = parts.promotions, parts.writes, parts.counts
         self.instances, self.peers = presence.instances, presence.peers
+        self.quarantine = Quarantine(parts, presence)
+        self.quarantined = parts.quarantined
         self._idle_since_ms: int | None = None
         self._takes: dict[type, Callable[[int, Any], None]] = {
             m.SchedulerHello: presence.scheduler_hello,
@@ -83,6 +87,7 @@ class Machine:
             m.RegionFailed: self._region_failed,
             m.RegionLeft: self._region_left,
             m.Stored: self._stored,
+            m.Compared: self.quarantine.compared,
         }
 
     # ---- the one entrance
@@ -263,7 +268,10 @@ class Machine:
 
     def clear(self, salt_digest: bytes | None) -> int:
         """Clear all entries, or those of one salt; how many there were."""
-        return self._parts.clear(salt_digest)
+        count = self._parts.clear(salt_digest)
+        if salt_digest is None:
+            self.quarantine.lift()
+        return count
 
     def take_effects(self) -> list[Effect]:
         """What is to be done by now, each effect once; asked for after a call that is no event."""

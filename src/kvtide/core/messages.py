@@ -221,6 +221,18 @@ class Stored:
     ok: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A canary has ended in this worker: a chunk that is kept under this fingerprint, against the
+    same one computed anew. `verdict` is a `Verdict`; `difference` the relative distance, 0 at
+    least.
+    """
+
+    fingerprint: bytes
+    verdict: str
+    difference: float
+
+
 # ---- from both roles and from commands
 
 
@@ -386,4 +398,5 @@ Message: TypeAlias = (
     | Stopping
     | CommandAnswer
     | Clear
+    | Compared
 )

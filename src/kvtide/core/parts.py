@@ -42,6 +42,8 @@ class Parts:
         self.now_ms = 0
         self.effects: list[Effect] = []
         self.counts: dict[str, int] = {}
+        self.quarantined: dict[bytes, str] = {}
+        """Fingerprints that nobody is served under, and why."""
         self.index = Index()
         self.host = Host(config.host_bytes, config.first_number)
         self.lending = Lending(self.index, self.host, self.emit, config.first_number)

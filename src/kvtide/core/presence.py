@@ -189,6 +189,8 @@ class Presence:
             self._note_off(instance, OffReason(identity.off_reason), identity.off_detail)
         elif fault := instance.shard_fault(identity.cell_bytes):
             self._turn_off(instance, OffReason.WORKERS_DIFFER, fault)
+        elif found := self._parts.quarantined.get(identity.fingerprint):
+            self._turn_off(instance, OffReason.CANARY, found)
         elif (needed := self._parts.host.needed_bytes(layout)) > self._parts.host.size_bytes:
             detail = (
                 f"this model needs {format_bytes(needed)} of host memory at least, the node has "

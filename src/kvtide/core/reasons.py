@@ -40,8 +40,14 @@ class OffReason(enum.StrEnum):
     """the kernel lacks memfd, seals or pidfd"""
     NODE_UNREACHABLE = "node_unreachable"
     """no node answers, and none may be started"""
+    CANARY = "canary"
+    """what is kept for this engine is not what it computes; `kvtide clear` begins anew"""
     NODE_ENDS_AT_START = "node_ends_at_start"
     """three nodes in a row ended within a minute of their start, and served no engine"""
+
+
+UNTRUE = (OffReason.WEIGHTS_CHANGE, OffReason.CANARY)
+"""Those with which what is being loaded must not be used."""
 
 
 class MissReason(enum.StrEnum):
@@ -77,6 +83,8 @@ class MissReason(enum.StrEnum):
     """the request must compute its whole prompt (prompt log-probabilities)"""
     RESET = "reset"
     """the cache was reset after the request arrived"""
+    CANARY = "canary"
+    """the last chunk of a long hit was computed to compare it with the one that is kept"""
 
 
 class DropReason(enum.StrEnum):
@@ -119,6 +127,17 @@ class CutReason(enum.StrEnum):
     """computing was known to be quicker than loading"""
     TAKEN_AWAY = "taken_away"
     """something of the chain was cleared or moved meanwhile, or is cleared and not gone yet"""
+
+
+class Verdict(enum.StrEnum):
+    """What a canary has shown."""
+
+    EQUAL = "equal"
+    """what is kept is what the engine computes, but for rounding"""
+    DIFFERS = "differs"
+    """it is not: an alarm"""
+    NO_VERDICT = "no_verdict"
+    """the chunk was taken away, or could not be read, before it was compared"""
 
 
 class EvictCause(enum.StrEnum):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtide.core.layout import CELL_ALIGN_BYTES
+from kvtide.movers.compare import PageNumbers
 from kvtide.units import round_up
 
 
@@ -63,6 +64,20 @@ class Mover(Protocol):
         Called by the connector, on mover threads, of which several may run at once on different
         blocks; blocks for the copy, the interpreter's lock free. The caller checks generations
         afterwards: what was copied may already have been another chunk's.
+        """
+        ...
+
+    def compare(
+        self,
+        block_ids: Sequence[int],
+        cells: Sequence[CellPlace],
+        numbers: Sequence[PageNumbers],
+    ) -> float:
+        """How far `cells[i]` are from block `block_ids[i]`: the greatest `difference` of a page.
+
+        Called by the connector, on the main thread, once in a thousand hits; goes over the bytes
+        once, page by page, and changes none. `numbers` tells of each page of a block, in order.
+        The caller checks generations afterwards, as for a load.
         """
         ...
 

@@ -38,6 +38,7 @@ from kvtide.movers.base import (
     check_pages,
     payload_bytes,
 )
+from kvtide.movers.compare import PageNumbers, difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,20 @@ class HostMover:
         """Copy cells into blocks."""
         for paged, kept in self._views(block_ids, cells):
             np.copyto(paged, kept)
+
+    def compare(
+        self,
+        block_ids: Sequence[int],
+        cells: Sequence[CellPlace],
+        numbers: Sequence[PageNumbers],
+    ) -> float:
+        """How far cells are from blocks."""
+        worst, page = 0.0, 0
+        for paged, kept in self._views(block_ids, cells):
+            for mine, theirs in zip(paged, kept, strict=True):
+                worst = max(worst, difference(mine, theirs, numbers[page]))
+                page = (page + 1) % len(numbers)
+        return worst
 
     def _views(
         self, block_ids: Sequence[int], cells: Sequence[CellPlace]

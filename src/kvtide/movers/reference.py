@@ -3,6 +3,8 @@
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvtide.movers.base import (
     CellPlace,
     PagePlace,
@@ -11,6 +13,7 @@ from kvtide.movers.base import (
     check_pages,
     payload_bytes,
 )
+from kvtide.movers.compare import PageNumbers, difference
 
 
 class ReferenceMover:
@@ -45,3 +48,23 @@ class ReferenceMover:
                 content = bytes(place.region[offset : offset + page.page_bytes])
                 ctypes.memmove(target, content, page.page_bytes)
                 offset += page.page_bytes
+
+    def compare(
+        self,
+        block_ids: Sequence[int],
+        cells: Sequence[CellPlace],
+        numbers: Sequence[PageNumbers],
+    ) -> float:
+        """How far cells are from blocks."""
+        check_copy(block_ids, cells, self._block_count, self.cell_bytes)
+        worst = 0.0
+        for block_id, place in zip(block_ids, cells, strict=True):
+            offset = place.cell * self.cell_bytes
+            for page, kind in zip(self._pages, numbers, strict=True):
+                source = page.address + block_id * page.block_stride_bytes
+                computed = ctypes.string_at(source, page.page_bytes)
+                kept = bytes(place.region[offset : offset + page.page_bytes])
+                mine, theirs = (np.frombuffer(one, np.uint8) for one in (computed, kept))
+                worst = max(worst, difference(mine, theirs, kind))
+                offset += page.page_bytes
+        return worst

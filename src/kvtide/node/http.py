@@ -52,7 +52,7 @@ class _Pages(BaseHTTPRequestHandler):
         """Answer one of the three pages."""
         path = self.path.partition("?")[0]
         if path == "/healthz":
-            self._answer_with(TEXT, self.server.ask(lambda: "ok\n"))
+            self._answer_with(TEXT, self.server.ask(self.server.health))
         elif path == "/metrics":
             kind = "text/plain; version=0.0.4; charset=utf-8"
             self._answer_with(kind, self.server.ask(self.server.metrics))
@@ -170,6 +170,10 @@ class HTTPPages(ThreadingHTTPServer):
             self._loop.call_soon_threadsafe(call)
             return answer.result(ANSWER_S_MAX)
         return None
+
+    def health(self) -> str:
+        """In the owner's thread: the page /healthz."""
+        return self._runtime.health()
 
     def metrics(self) -> str:
         """In the owner's thread: the page /metrics."""

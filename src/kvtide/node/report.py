@@ -15,7 +15,15 @@ from typing import Any
 from kvtide.core.index import Entry, Root
 from kvtide.core.instances import Instance
 from kvtide.core.machine import Machine
-from kvtide.core.reasons import CutReason, DropReason, EvictCause, MissReason, OffReason
+from kvtide.core.quarantine import SHOWN_DIGITS
+from kvtide.core.reasons import (
+    CutReason,
+    DropReason,
+    EvictCause,
+    MissReason,
+    OffReason,
+    Verdict,
+)
 from kvtide.metrics import OTHER
 from kvtide.node.health import ON
 from kvtide.tiers.base import LoadOutcome, StoreOutcome, TierStatistics
@@ -30,6 +38,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "drop.": tuple(DropReason),
     "evicted.": tuple(EvictCause),
     "promotions.": tuple(CutReason),
+    "canaries.": tuple(Verdict),
 }
 """Counters that differ in one label, by the metric's source, and all values that are ours: metrics
 give each from the start, since a rate misses the step from nothing to the first one."""
@@ -72,7 +81,21 @@ def status(
         "counts": totals(machine, left),
         "evicted": {str(cause): count for cause, count in machine.lending.evicted.items()},
         "tiers": _tiers(tiers),
+        "quarantined": quarantined(machine),
+        "canary_difference": machine.quarantine.greatest_difference,
     }
+
+
+def quarantined(machine: Machine) -> list[dict[str, str]]:
+    """Fingerprints that nobody is served under, and why, in words."""
+    return [
+        {
+            "fingerprint": fingerprint.hex()[:SHOWN_DIGITS],
+            "text": f"fingerprint {fingerprint.hex()[:SHOWN_DIGITS]} is quarantined until"
+            f" `kvtide clear`: {why}",
+        }
+        for fingerprint, why in machine.quarantined.items()
+    ]
 
 
 def _tiers(tiers: Mapping[str, TierStatistics]) -> dict[str, Any]:
@@ -164,6 +187,7 @@ def _bytes(machine: Machine) -> dict[str, Any]:
         "grants": len(lending.grants),
         "leases": counts.leases,
         "loads": counts.loads,
+        "quarantined": len(machine.quarantined),
     }
 
 

@@ -35,7 +35,7 @@ from kvtide.node.engine_log import EngineLog
 from kvtide.node.launch import EXIT_FAULT
 from kvtide.node.memory import Look, NodeMemory, RegionFiles
 from kvtide.node.processes import pidfd_fault
-from kvtide.node.report import add_left, config_values, numbers, status
+from kvtide.node.report import add_left, config_values, numbers, quarantined, status
 from kvtide.node.tiers import Tiers
 from kvtide.tiers.base import Tier
 from kvtide.wire.frames import close_all
@@ -355,6 +355,8 @@ class Runtime:
                     self._server.close_after_sending(connection)
                 case fx.Note(text, is_warning):
                     logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
+                case fx.Alarm(text):
+                    logger.error("%s", text)
                 case fx.End(why, on_purpose):
                     self._end(why, on_purpose=on_purpose)
 
@@ -467,6 +469,12 @@ class Runtime:
         uptime_ms = self.clock.now_ms() - self.started_ms
         tiers = self._tiers.statistics()
         return status(self.machine, self._left, uptime_ms, self._shown, tiers)
+
+    def health(self) -> str:
+        """What `/healthz` says: the node answers, which is all that a probe needs to know; and
+        what somebody should read."""
+        alarms = [f"alarm: {one['text']}\n" for one in quarantined(self.machine)]
+        return "".join(alarms) or "ok\n"
 
     def numbers(self) -> dict[str, Any]:
         """What `/metrics` shows; cheap, however much is held."""

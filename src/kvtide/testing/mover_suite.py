@@ -9,6 +9,7 @@ compares every byte of both memories: what was to be copied, and what was to be 
 
 import ctypes
 import importlib
+import math
 import pkgutil
 import random
 import threading
@@ -21,6 +22,7 @@ import pytest
 
 from kvtide import movers
 from kvtide.movers.base import CellPlace, Mover, PagePlace
+from kvtide.movers.compare import PageNumbers
 from kvtide.movers.reference import ReferenceMover
 
 BLOCK_COUNT = 12
@@ -192,6 +194,44 @@ class MoverTests:
         after = [self.block_bytes(world, block) for block in (1, 0, 4)]
         assert after == [before[4], before[5], before[9]]
         assert after != [before[5], before[4], before[9]]
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_a_comparison_sees_each_page_and_changes_nothing(self, layout: str) -> None:
+        """Equal blocks have no distance; each page of each block that is another has one."""
+        world, _ = self.worlds(layout)
+        blocks, cells = [4, 9, 5], world.cells([(0, 7), (1, 0), (0, 2)])
+        numbers = [PageNumbers("uint8")] * len(world.pages)
+        world.mover.store(blocks, cells)
+        before = world.bytes_now()
+        assert world.mover.compare(blocks, cells, numbers) == 0
+        assert world.mover.compare([], [], numbers) == 0
+        assert world.bytes_now() == before
+        for page in world.pages:
+            for block in blocks:
+                last = page.address + block * page.block_stride_bytes + page.page_bytes - 1
+                byte = ctypes.c_uint8.from_address(last)
+                byte.value ^= 1
+                assert world.mover.compare(blocks, cells, numbers) == math.inf
+                byte.value ^= 1
+
+    @pytest.mark.parametrize("page_index", [0, 3, 4])
+    def test_a_comparison_knows_which_numbers_a_page_holds(self, page_index: int) -> None:
+        """Of floats the distance, which is small where one of them is a little larger."""
+        world, _ = self.worlds("layers of two sizes")
+        kinds = ["uint8"] * len(world.pages)
+        kinds[page_index] = "float32"
+        numbers = [PageNumbers(kind) for kind in kinds]
+        page, cells = world.pages[page_index], world.cells([(0, 1), (0, 2)])
+        floats = (ctypes.c_float * (page.page_bytes // 4)).from_address(
+            page.address + 2 * page.block_stride_bytes
+        )
+        floats[:] = [1.0] * len(floats)
+        world.mover.store([1, 2], cells)
+        floats[5] = 1.5
+        wanted = 0.5 / math.sqrt(len(floats) - 1 + 1.5**2)
+        found = world.mover.compare([1, 2], cells, numbers)
+        assert found == pytest.approx(wanted)
+        floats[5] = 1.0
 
     @staticmethod
     def block_bytes(world: World, block: int) -> list[bytes]:

@@ -29,6 +29,7 @@ from kvtide.core.keys import FieldValue
 from kvtide.core.reasons import Off, OffReason
 from kvtide.engines.vllm.plain import FieldUnknown, plain
 from kvtide.movers.base import PagePlace
+from kvtide.movers.compare import PageNumbers
 
 PLAIN_KINDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 PLAIN_DTYPES = frozenset({"float16", "bfloat16", "float32"})
@@ -67,6 +68,13 @@ class PageFacts(msgspec.Struct, frozen=True):
     strides: tuple[int, ...]
     """Bytes between neighbours along each of these."""
 
+    @property
+    def numbers(self) -> PageNumbers:
+        """What its bytes are, to be compared: CPU attention keeps a head's keys, then its values,
+        as vLLM's `cpu_attn` cuts its cache."""
+        is_apart = self.backend == "CPU_ATTN" and not self.strides[0] % 2
+        return PageNumbers(self.dtype, self.strides[0] // 2 if is_apart else 0)
+
 
 class WorkerFacts(msgspec.Struct, frozen=True):
     """What a worker tells the node in its hello: what its pages are, and which part of a chunk."""
@@ -83,6 +91,11 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     def block_bytes(self) -> int:
         """Bytes of one block in this worker, unpadded: what a cell of its shard must hold."""
         return sum(page.page_bytes for page in self.pages)
+
+    @property
+    def numbers(self) -> list[PageNumbers]:
+        """What the bytes of each page are."""
+        return [page.numbers for page in self.pages]
 
     def fields(self) -> dict[str, FieldValue]:
         """The fields of the fingerprint that this worker tells.

@@ -16,6 +16,7 @@ from kvtide.core import messages as m
 from kvtide.core.leases import LEASE_MS
 from kvtide.core.plan import usable_blocks
 from kvtide.core.reasons import MissReason
+from kvtide.engines.vllm.canaries import Canaries
 from kvtide.engines.vllm.session import EngineSession
 from kvtide.engines.vllm.tracker import Question, Tracker
 from kvtide.metrics import Counters
@@ -43,6 +44,7 @@ class Lookups:
         take_in: Callable[[float], None],
         clock: Clock,
         counters: Counters,
+        canaries: Canaries,
     ) -> None:
         """`take_in` waits so long for what the node says, and hands it to its parts."""
         self._link = link
@@ -51,6 +53,7 @@ class Lookups:
         self._take_in = take_in
         self._clock = clock
         self._counters = counters
+        self._canaries = canaries
         self._questions: dict[int, Tracker] = {}
         self._wait_left_s = STEP_WAIT_S
 
@@ -115,6 +118,7 @@ class Lookups:
 
     def drop(self, tracker: Tracker) -> None:
         """The answer, if any, will not be used."""
+        self._canaries.not_loaded(tracker)
         question, tracker.question = tracker.question, None
         if question is None:
             return
@@ -122,6 +126,11 @@ class Lookups:
             self._link.abandon(question.number)
         for lease in question.leases:
             self.release(lease)
+
+    def forget(self, tracker: Tracker) -> None:
+        """Nothing is loaded for the request any more, nor compared with what was."""
+        self._canaries.drop(tracker)
+        self.drop(tracker)
 
     def release(self, lease: int) -> None:
         """Nobody will load what this lease protects."""
@@ -131,6 +140,7 @@ class Lookups:
     def session_changed(self, living: Iterable[Tracker]) -> None:
         """Another session: questions are void, and leases ended with the old one."""
         self._questions.clear()
+        self._canaries.session_changed()
         for tracker in living:
             tracker.question = None
 

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
-from kvtide.core.keys import FieldValue, encode
+from kvtide.core.keys import FieldValue, encode, fingerprint
 from kvtide.errors import KVTideError
 
 DEPTH_MAX = 32
 """Deeper nesting is taken for a cycle."""
+SHOWN_CHARACTERS_MAX = 64
+"""A field's value is shown up to here."""
 
 
 class FieldUnknown(KVTideError):
@@ -85,3 +87,11 @@ def _class_name(value: type, name: str) -> str:
     if value.__module__.partition(".")[0] not in ("vllm", "builtins"):
         raise FieldUnknown(f"{name} is {value.__module__}.{value.__qualname__}, not vLLM's own")
     return f"{value.__module__}.{value.__qualname__}"
+
+
+def shown_field(value: FieldValue) -> str:
+    """A field's value for people; a long one by the digest of its encoding."""
+    text = value.hex() if isinstance(value, bytes) else str(value)
+    if len(text) <= SHOWN_CHARACTERS_MAX:
+        return text
+    return "digest " + fingerprint({"value": encode(value)}).hex()[:16]

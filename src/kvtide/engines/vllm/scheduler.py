@@ -13,6 +13,7 @@ to load or store: one dictionary lookup and two comparisons.
 """
 
 import contextlib
+import itertools
 import logging
 import secrets
 import time
@@ -26,9 +27,10 @@ from kvtide.core.chain import Chain
 from kvtide.core.instances import ROOTS_MAX
 from kvtide.core.keys import root_key, salt_digest
 from kvtide.core.plan import StorePlan, cut_runs, usable_blocks
-from kvtide.core.reasons import MissReason, OffReason
+from kvtide.core.reasons import UNTRUE, MissReason
 from kvtide.engines.vllm.adapter_numbers import AdapterNumbers
 from kvtide.engines.vllm.adapters import AdapterDigests
+from kvtide.engines.vllm.canaries import Canaries
 from kvtide.engines.vllm.lookups import Lookups
 from kvtide.engines.vllm.metadata import LoadJob, StepPlan
 from kvtide.engines.vllm.session import EngineIdentity, EngineSession, Session
@@ -67,13 +69,13 @@ class SchedulerSide:
         self._roots: set[bytes] = set()
         self._adapter_numbers = AdapterNumbers()
         self._fingerprint = b""
-        self._next_number = 1
+        self._number = itertools.count(1).__next__
         self._unreadable = ""  # what was said last of a request that has no name
         self.counters = Counters()
         self._stats: Counter[str] = Counter()
-        self._lookups = Lookups(
-            session, self._number, self._register, self._take_in, clock, self.counters
-        )
+        self._canaries = Canaries(identity, settings.canary_rate, session, self.counters)
+        ways = (session, self._number, self._register, self._take_in, clock, self.counters)
+        self._lookups = Lookups(*ways, self._canaries)
         self._stores = Stores(
             identity, session, self._number, self._register, clock, self.counters
         )
@@ -162,14 +164,15 @@ class SchedulerSide:
             self._forget([tracker], MissReason.ADAPTER_UNKNOWN)
 
     def _drop_what_changed(self) -> None:
-        """Where an adapter was found changed, the engine's own cache may hold what was loaded or
-        computed under a wrong name: it forgets all, and what its requests add to it."""
-        changed = self._adapters.take_changed()
-        if changed:
+        """Where an adapter was found changed, or kept bytes wrong, the engine's own cache may hold
+        what was loaded or computed wrongly: it forgets all, and what its requests add to it."""
+        changed, is_alarm = self._adapters.take_changed(), self._canaries.take_alarm()
+        if changed or is_alarm:
             doubtful = self._of_adapter(lambda lora: lora.lora_path in changed)
+            doubtful = list(self._trackers.values()) if is_alarm else doubtful
             for tracker in doubtful:
                 tracker.is_doubtful = True
-            self._forget(doubtful, MissReason.ADAPTER_UNKNOWN)
+            self._forget(doubtful, MissReason.RESET if is_alarm else MissReason.ADAPTER_UNKNOWN)
             self._stores.drop_all()
 
     def _register(self, root: m.RegisterRoot) -> bool:
@@ -182,11 +185,6 @@ class SchedulerSide:
             self._roots.clear()  # the node has begun to forget, too
         self._roots.add(root.root)
         return True
-
-    def _number(self) -> int:
-        number = self._next_number
-        self._next_number += 1
-        return number
 
     # ---- what the node says
 
@@ -205,11 +203,10 @@ class SchedulerSide:
                     self._lookups.matched(answer)
 
     def _void_wrong_loads(self) -> None:
-        """Where our weights are not what they seemed, what is being loaded is not theirs."""
-        if self._loads and self._link.session is None:
-            off = self._link.off
-            if off is not None and off.reason is OffReason.WEIGHTS_CHANGE:
-                self.void_loads()
+        """Where our weights, or kept bytes, are not what they seemed, nothing is to be loaded."""
+        off = self._link.off
+        if self._loads and off is not None and off.reason in UNTRUE:
+            self.void_loads()
 
     def _session_changed(self, session: Session | None) -> None:
         self._session = session
@@ -237,6 +234,7 @@ class SchedulerSide:
         match = self._lookups.match_of(tracker)
         if match is None:
             return None if tracker.question is not None else 0
+        match = self._canaries.cut(tracker, match)
         block_tokens = self._identity.block_tokens
         matched = match.chunks * tracker.chain.blocks_per_chunk + match.blocks
         matched -= self._identity.drops_last_block
@@ -324,6 +322,7 @@ class SchedulerSide:
         token_count = scheduler_output.total_num_scheduled_tokens
         plan = StepPlan(has_forward=token_count > 0, token_count=token_count)
         self._stores.plan(plan)
+        self._canaries.plan(plan, self._stores.block_ids_of)
         self._link.leave_reading(self._stores.is_asking or self._lookups.is_asking)
         self._count()
         plan.loads = self.take_new_loads()  # last: what fails before must not lose them
@@ -420,7 +419,7 @@ class SchedulerSide:
             (i for i, block in enumerate(load.block_ids) if block in load.failed),
             len(load.block_ids),
         )
-        self._link.end_load(m.LoadEnd(load.lease, verified))
+        self._canaries.load_ended(request_id, load, verified)
         self.counters.add("failed_blocks", len(load.block_ids) - verified)
         tracker = self._trackers.get(request_id)
         if tracker is None:
@@ -442,7 +441,7 @@ class SchedulerSide:
         if tracker is None:
             return
         self._forget_if_adapter_changed(tracker)
-        self._lookups.drop(tracker)
+        self._lookups.forget(tracker)
         self._note_preemption(tracker)
         if tracker.chain is None:
             return
@@ -476,7 +475,7 @@ class SchedulerSide:
                 tracker.load.is_void = True
             tracker.no_load = why
             tracker.chain = tracker.root = None
-            self._lookups.drop(tracker)
+            self._lookups.forget(tracker)
 
     def void_loads(self) -> None:
         """Whatever is being loaded must not be used: it is reported as failed."""

@@ -8,7 +8,7 @@ a whole, answers wait in `Answers` until the hooks take them. So the scheduler's
 for the node, nor, since it reads answers itself, for the link's thread.
 
 Ownership
-    session, off          written by the link's thread, read by the scheduler's; whole objects
+    session, off, alarms  written by the link's thread, read by the scheduler's; whole objects
     counters to send      the scheduler's thread adds (`count`), the link's takes, under `_owing`
     ends of loads to say  the same
     grants to return      either thread, under `_owing`
@@ -28,10 +28,11 @@ from dataclasses import dataclass
 import kvtide
 from kvtide.config import Config
 from kvtide.core import messages as m
-from kvtide.core.keys import FORMAT_VERSION, FieldValue, encode, fingerprint
+from kvtide.core.keys import FORMAT_VERSION, FieldValue, fingerprint
 from kvtide.core.reasons import Off, OffReason
 from kvtide.engines.vllm.answers import Answer, Answers
 from kvtide.engines.vllm.facts import agreed_facts
+from kvtide.engines.vllm.plain import shown_field
 from kvtide.engines.vllm.weights import Hashing, Known, WeightsDigest
 from kvtide.node.supervise import NodeStarter
 from kvtide.units import format_bytes
@@ -52,8 +53,6 @@ them. More than a socket's buffers hold need not be remembered."""
 KNOWN_S_MAX = 0.1
 """How long an engine's start waits for the digest of weights that were read before: what is not
 known when the node asks first is said a second later."""
-SHOWN_CHARACTERS_MAX = 64
-"""A field's value is shown up to here; longer ones by the digest of their encoding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,6 +112,8 @@ class EngineSession:
         self._line = ""
         self.session: Session | None = None
         self.off: Off | None = None
+        self.alarms = 0
+        """How often a canary has turned us off."""
         self._link = Link(places.socket, self, "kvtide-scheduler")
 
     # ---- the scheduler's thread
@@ -385,8 +386,8 @@ class EngineSession:
             return
         self._sent = self._last_sent = fingerprint(fields)
         self._said_off = None
-        shown = {name: _shown(field) for name, field in fields.items()}
-        identity = self._message(self._sent, b"".join(digests), shown, facts.cell_bytes, None)
+        in_words = {name: shown_field(field) for name, field in fields.items()}
+        identity = self._message(self._sent, b"".join(digests), in_words, facts.cell_bytes, None)
         if self._link.send(identity):
             self._said_digests = digests
 
@@ -469,6 +470,7 @@ class EngineSession:
     def _turn_off(self, off: Off) -> None:
         self.session = None
         self._abandon_all()
+        self.alarms += off.reason is OffReason.CANARY
         is_news = self.off is None or self.off.reason != off.reason
         self.off = off
         if is_news:
@@ -491,10 +493,3 @@ def _off_of(reason: str, detail: str) -> Off:
         return Off(OffReason(reason), detail)
     except ValueError:
         return Off(OffReason.WIRE_VERSION, f"the node says {reason}: {detail}")
-
-
-def _shown(value: FieldValue) -> str:
-    text = value.hex() if isinstance(value, bytes) else str(value)
-    if len(text) <= SHOWN_CHARACTERS_MAX:
-        return text
-    return "digest " + fingerprint({"value": encode(value)}).hex()[:16]

@@ -267,12 +267,17 @@ class Stores:
 
     # ---- planning
 
+    def block_ids_of(self, request_id: str) -> list[int]:
+        """The blocks that a request owns now, in order."""
+        block_ids: list[int] = self._manager.get_block_ids(request_id)[0]
+        return block_ids
+
     def _plan_owned(self, tracker: Tracker, store: StorePlan) -> None:
         if not store.granted or not self._budget.blocks:
             return
         due = store.take_storable(tracker.storable_tokens, self._budget.take)
         if due:
-            block_ids: list[int] = self._manager.get_block_ids(tracker.request.request_id)[0]
+            block_ids = self.block_ids_of(tracker.request.request_id)
             for granted in due:
                 store.mark(granted.first_block, granted.end_block, PLANNED)
                 self._due.append(_job(granted, block_ids))

@@ -1,7 +1,7 @@
 """The worker role: maps regions, copies, verifies, reports. Decides nothing.
 
     start_load_kv        hands loads to mover threads
-    wait_for_save        copies this step's stores, on the main thread
+    wait_for_save        copies this step's stores and compares its canaries, on the main thread
     handle_preemptions   copies blocks whose owner is gone, before the forward overwrites them
     get_transfer_results what has ended since, each load exactly once
 
@@ -11,6 +11,7 @@ reported as failed and the engine computes them.
 Ownership
     grants held, connection number   under `_lock`: a hello, a copy's start and its answer exclude
                                      each other
+    verdicts not said                a deque, each taken by one thread
     pieces of loads, loads ended     through queues: main thread to mover threads, and back
     regions                          `MappedRegions`
 """
@@ -22,6 +23,7 @@ import queue
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,12 +32,14 @@ import msgspec
 from kvtide.bounds import T_LOAD_MS
 from kvtide.core import messages as m
 from kvtide.core.messages import Run
+from kvtide.core.reasons import Verdict
 from kvtide.engines.vllm.facts import WorkerFacts
-from kvtide.engines.vllm.metadata import LoadJob, StepPlan, StoreJob
+from kvtide.engines.vllm.metadata import CanaryJob, LoadJob, StepPlan, StoreJob
 from kvtide.memory.mapped import MappedRegions
 from kvtide.memory.region import MappedRegion
 from kvtide.metrics import Counters
 from kvtide.movers.base import CellPlace, Mover
+from kvtide.movers.compare import DIFFERENCE_MAX
 from kvtide.processors import processors_of_process, use_processors
 from kvtide.wire.frames import close_all
 from kvtide.wire.link import Link
@@ -53,6 +57,8 @@ LEAVE_S_MAX = 5.0
 """How long the link waits until regions of a node that is gone are unmapped: copies end first."""
 MOVERS_MAX = 2
 """Two reach what memory gives (`movers.host`); more would only take processors from the engine."""
+VERDICTS_MAX = 64
+"""Of canaries, kept for a node that cannot be reached; those that came last."""
 SPLIT_BYTES = 4 << 20
 """A load of more than twice this is copied by two threads. Not in more pieces, for whoever is
 free: each wakes the engine's thread, which then wants the interpreter (8 MiB at a time: 0.93)."""
@@ -94,6 +100,7 @@ class WorkerSide:
         self._held: set[int] = set()
         self._unsent: list[m.Stored] = []
         """Answers of held grants that no connection has taken."""
+        self._verdicts: deque[m.Compared] = deque(maxlen=VERDICTS_MAX)
         self._plan = StepPlan()
         self._loads: dict[str, _Load] = {}
         self._ended: queue.SimpleQueue[_Load] = queue.SimpleQueue()
@@ -154,8 +161,11 @@ class WorkerSide:
                 self._pieces.put(_Piece(load, block_ids, runs))
 
     def wait_for_save(self, plan: StepPlan) -> None:
-        """After the forward: copy this step's stores."""
+        """After the forward: copy this step's stores, compare its canaries."""
         self._store_all(plan.stores)
+        for job in plan.canaries:
+            self._verdicts.append(self._compare(job))
+        self._say_verdicts()
 
     def take_ended(self) -> set[str]:
         """The requests whose loads have ended since the last call, each exactly once."""
@@ -223,20 +233,41 @@ class WorkerSide:
         with self._regions.using({run.region for run in runs}) as regions:
             known, failed = _split(block_ids, runs, regions)
             self._mover.load([block_id for block_id, _ in known], [cell for _, cell in known])
-            position = 0
-            for run in runs:
-                own = block_ids[position : position + run.cell_count]
-                mapped = regions.get(run.region)
-                if mapped is not None:
-                    seen = mapped.generations[run.first_cell : run.end_cell].tolist()
-                    failed.update(
-                        block_id
-                        for block_id, found in zip(own, seen, strict=True)
-                        if found != run.generation
-                    )
-                position += run.cell_count
-            failed.update(block_ids[position:])
-            return failed
+            return failed | _moved(block_ids, runs, regions)
+
+    # ---- canaries, on the main thread
+
+    def _compare(self, job: CanaryJob) -> m.Compared:
+        """How blocks that were computed compare with the cells that might have been loaded."""
+        verdict, difference = Verdict.NO_VERDICT, 0.0
+        try:
+            with self._regions.using({run.region for run in job.runs}) as regions:
+                known, failed = _split(job.block_ids, job.runs, regions)
+                if not failed:
+                    blocks, cells = zip(*known, strict=True)
+                    found = self._mover.compare(blocks, cells, self._facts.numbers)
+                    del cells
+                    if not _moved(job.block_ids, job.runs, regions):
+                        verdict, difference = _verdict(found), found
+                del known
+        except Exception:
+            logger.exception("kvtide: a canary was not compared; the engine goes on")
+        if verdict is Verdict.DIFFERS:
+            logger.error(
+                "kvtide: a chunk was computed that differs by %.3g from what is kept"
+                " for it: what was generated after hits may be wrong",
+                difference,
+            )
+        return m.Compared(job.fingerprint, verdict, difference)
+
+    def _say_verdicts(self) -> None:
+        """Tell the node what canaries have shown, as soon as it can be told; any thread."""
+        while self._verdicts:
+            with contextlib.suppress(IndexError):  # another thread has said it
+                verdict = self._verdicts.popleft()
+                if self._connection is None or not self._link.send(verdict):
+                    self._verdicts.appendleft(verdict)
+                    return
 
     # ---- stores, on the main thread
 
@@ -350,6 +381,7 @@ class WorkerSide:
     def on_pulse(self) -> None:
         """Say what there was no room for."""
         self._answer()
+        self._say_verdicts()
 
     def _region_open(self, number: int) -> None:
         self._link.send(m.RegionOpen(number))
@@ -371,6 +403,30 @@ class WorkerSide:
         with contextlib.ExitStack() as parts:  # each, whatever becomes of those before it
             parts.callback(lambda: self._regions.close(max(0.0, deadline_s - time.monotonic())))
             parts.callback(self._link.close, timeout_s / 2)
+
+
+def _verdict(difference: float) -> Verdict:
+    return Verdict.EQUAL if difference <= DIFFERENCE_MAX else Verdict.DIFFERS
+
+
+def _moved(
+    block_ids: Sequence[int], runs: Sequence[Run], regions: dict[int, MappedRegion]
+) -> set[int]:
+    """The blocks whose cells are another's by now, or of no run."""
+    moved: set[int] = set()
+    position = 0
+    for run in runs:
+        own = block_ids[position : position + run.cell_count]
+        mapped = regions.get(run.region)
+        if mapped is not None:
+            seen = mapped.generations[run.first_cell : run.end_cell].tolist()
+            moved.update(
+                block_id
+                for block_id, found in zip(own, seen, strict=True)
+                if found != run.generation
+            )
+        position += run.cell_count
+    return moved.union(block_ids[position:])
 
 
 def _split(

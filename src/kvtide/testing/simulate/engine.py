@@ -59,6 +59,7 @@ class EngineShape:
     weights: int = 1
     hashing_s: float = 0.0
     """Until its weights' digest is known."""
+    canary_rate: float = 0.001
 
     @property
     def shards(self) -> int:
@@ -332,7 +333,9 @@ class Engine:
     # ---- the scheduler's main thread
 
     def _main(self) -> None:
-        config = settings.read(environ={"KVTIDE_RUNTIME_DIR": self.home, "HOME": self.home})
+        environ = {"KVTIDE_RUNTIME_DIR": self.home, "HOME": self.home}
+        environ["KVTIDE_CANARY_RATE"] = f"{self.shape.canary_rate}"
+        config = settings.read(environ=environ)
         identity = self._identity()
         clock = self.world.clock
         self.session = EngineSession(identity, config, self.places)

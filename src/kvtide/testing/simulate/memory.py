@@ -8,6 +8,7 @@ The *interval checker* knows of each cell who writes it now, or reads what must 
 writer before that one has ended, or died, was given cells that had another user.
 """
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -268,6 +269,20 @@ class SimMover:
             self._take_time()
             _file(place)
             self._memory[to + half : to + size] = file.cells[start + half : start + size]
+
+    def compare(
+        self, block_ids: Sequence[int], cells: Sequence[CellPlace], numbers: object
+    ) -> float:
+        """Whether cells are as blocks; the toy model rounds nothing."""
+        size, difference = self.payload_bytes, 0.0
+        for block_id, place in zip(block_ids, cells, strict=True):
+            file = _file(place)
+            start, mine = place.cell * file.cell_bytes, block_id * size
+            if file.cells[start : start + size] != self._memory[mine : mine + size]:
+                difference = math.inf
+            self._take_time()
+            _file(place)
+        return difference
 
     def _take_time(self) -> None:
         """Once in a while: most copies are over before anything else happens."""

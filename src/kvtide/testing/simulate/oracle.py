@@ -52,6 +52,7 @@ def _held_by_engine(engine: "Engine") -> dict[str, Any]:
         "blocks being loaded": side._loading,
         "unplanned loads": side._new_loads,
         "questions": side._lookups._questions,
+        "canaries": side._canaries._canaries,
         "offers": side._stores._asking,
         "blocks to rescue": side._stores._left,
         "answers nobody took": session._answers._waiting,
@@ -69,6 +70,7 @@ def _held_by_engine(engine: "Engine") -> dict[str, Any]:
             held[f"grants of rank {rank.rank}"] = worker._held
             held[f"answers of rank {rank.rank}"] = worker._unsent
             held[f"loads of rank {rank.rank}"] = worker._loads
+            held[f"verdicts of rank {rank.rank}"] = worker._verdicts
             held[f"copies of rank {rank.rank}"] = [
                 number for number, one in worker._regions._mappings.items() if one.users
             ]
@@ -89,6 +91,7 @@ def _held_by_node(node: "Node") -> dict[str, Any]:
         "questions to tiers": machine.promotions._asked,
         "loads from tiers": machine.promotions._loads,
         "stores to tiers": machine.writes._running,
+        "fingerprints quarantined": machine.quarantined,
         "lookups": [one for one in machine.lookups._waiting.values() if one],
     }
 

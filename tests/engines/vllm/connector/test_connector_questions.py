@@ -7,6 +7,7 @@ import pytest
 
 from kvtide.core import messages as m
 from kvtide.core.chain import Chain
+from kvtide.engines.vllm.canaries import Canaries
 from kvtide.engines.vllm.lookups import FRESH_MS_MAX, Lookups
 from kvtide.engines.vllm.tracker import Tracker
 from kvtide.metrics import Counters
@@ -26,6 +27,10 @@ class Scene:
         self.now_ms = 0
         numbers = iter(range(1, 10))
         link: Any = SimpleNamespace(is_usable=True, ask=self._send, send=self._send)
+        identity: Any = SimpleNamespace(
+            chunk_tokens=CHUNK, block_tokens=BLOCK, drops_last_block=False
+        )
+        canaries = Canaries(identity, 0.0, link, Counters())
         self.lookups = Lookups(
             link,
             lambda: next(numbers),
@@ -33,8 +38,9 @@ class Scene:
             lambda _: self.take_in(),
             SimpleNamespace(now_ms=lambda: self.now_ms),
             Counters(),
+            canaries,
         )
-        request = SimpleNamespace(all_token_ids=TOKENS, num_tokens=len(TOKENS))
+        request = SimpleNamespace(request_id="one", all_token_ids=TOKENS, num_tokens=len(TOKENS))
         self.tracker = Tracker(request, 0.0, chain=Chain(ROOT.root, BLOCK, CHUNK), root=ROOT)
         self.lookups.ask(self.tracker)
 

@@ -63,6 +63,7 @@ class Node:
             "KVTIDE_RUNTIME_DIR": str(self.places.directory),
             "KVTIDE_HOST_BYTES": HOST_BYTES,
             "XDG_CONFIG_HOME": str(directory),
+            "KVTIDE_CANARY_RATE": "0",  # hits are what a test expects; those of canaries set it
         }
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -224,17 +225,19 @@ def remembered(engine: ToyEngine) -> list[object]:
     """What both roles keep of requests: all of it is empty once they have ended."""
     side = scheduler_of(engine)
     kept = [side._trackers, side._loads, side._loading, side._new_loads]
-    kept += [side._lookups._questions]
+    kept += [side._lookups._questions, side._canaries._canaries]
     kept += [side._stores._asking, side._stores._left, side._stores._due, side._stores._rescues]
     for worker in workers_of(engine):
         kept += [worker._loads, worker._held, worker._load_errors]
     return kept
 
 
-def stored(toys: Toys, engine: ToyEngine, length: int, weights: int = 0) -> list[int]:
+def stored(
+    toys: Toys, engine: ToyEngine, length: int, *, weights: int = 0, shards: int = 1
+) -> list[int]:
     """A prompt that the node holds and the engine has forgotten."""
     prompt = tokens(length)
-    assert_right(engine.generate(prompt), 1, weights=weights)
+    assert_right(engine.generate(prompt), 1, shards=shards, weights=weights)
     toys.rest(engine)
     assert engine.reset()
     return prompt
@@ -315,8 +318,9 @@ def make_node() -> Iterator[Node]:
     directory = Path(tempfile.mkdtemp(prefix="kvt-"))
     node = Node(directory)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("KVTIDE_RUNTIME_DIR", "KVTIDE_HOST_BYTES", "XDG_CONFIG_HOME"):
-            patch.setenv(name, node.environment[name])
+        for name in ("RUNTIME_DIR", "HOST_BYTES", "CANARY_RATE"):
+            patch.setenv(f"KVTIDE_{name}", node.environment[f"KVTIDE_{name}"])
+        patch.setenv("XDG_CONFIG_HOME", node.environment["XDG_CONFIG_HOME"])
         try:
             yield node
         finally:
