@@ -14,6 +14,7 @@ import pytest
 
 from kvtide.core import messages as m
 from kvtide.testing.vllm_toy import ToyEngine, ToyOptions
+from kvtide.wire import link as link_module
 from tests.engines.vllm.connector.toys import (
     WAIT_S_MAX,
     Node,
@@ -287,3 +288,24 @@ def test_ends_of_loads_that_found_no_room_are_said_later(
         assert result.external == own_hit(70, 70)
         assert refused
     until("nothing is kept for it", toys.node.is_at_rest)
+
+
+@pytest.mark.long
+def test_what_is_to_be_cleared_is_said_before_a_good_bye(
+    toys: Toys, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter is found replaced while the connection is gone, and the engine ends before there
+    is another: nobody else would ever know."""
+    other = toys.start(OPTIONS)
+    monkeypatch.setattr(link_module, "SEEK_S", 3600.0)  # it does not come back by itself
+    engine = toys.start(OPTIONS)
+    prompt = stored(toys, engine, 70)
+    link = scheduler_of(engine)._link
+    link._link._channel._sock.shutdown(socket.SHUT_RDWR)
+    until("it is cut off", lambda: session(engine) is None)
+    link.clear({b""})
+    toys.engines.remove(engine)
+    engine.close()
+    result = other.generate(prompt)
+    assert_right(result, 1)
+    assert result.external == 0
