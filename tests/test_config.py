@@ -53,6 +53,7 @@ def test_the_bare_default_install_reads_and_does_not_contradict_itself(tmp_path:
         weights_change="none",
         any_engine_version=False,
         start_node=True,
+        canary_rate=0.001,
     )
     assert {shown.source for shown in found.effective} == {"default"}
 
@@ -186,6 +187,7 @@ def test_an_unusable_value_is_refused_with_place_value_and_what_to_give(
 @pytest.mark.parametrize(
     ("name", "raw", "said"),
     [
+        ("canary_rate", "1.5", "canary_rate to '1.5': not such a number; give a number from 0 to"),
         ("linger_s", "soon", "linger_s to 'soon': not a number of seconds; give seconds, 0 or"),
         ("host_bytes", "lots", "host_bytes to 'lots': not a size; give `auto`, or a size such"),
         ("disk_bytes_max", "9G", "disk_bytes_max to '9G': ambiguous; write GiB (binary) or GB"),
