@@ -170,6 +170,11 @@ def test_an_address_is_read_and_shown_alike(
         ("multimodal_ids", "trust"),
         ("weights_change", True),
         ("weights_change", ["none"]),
+        ("canary_rate", "often"),
+        ("canary_rate", -0.001),
+        ("canary_rate", 1.5),
+        ("canary_rate", "nan"),
+        ("canary_rate", True),
     ],
 )
 def test_an_unusable_value_is_refused_with_place_value_and_what_to_give(
