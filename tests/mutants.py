@@ -1,9 +1,9 @@
 """Mutants: one function of the product broken on purpose, and the tests that must notice.
 
-tests/mutants.toml has them. Each is an edit of words that stand once in one function; it is made in
-a copy of the tree, so what is worked on is never touched, and the tests run on that copy, as do the
-processes that they start: all find the package by PYTHONPATH. Tests must be green before the edit,
-and one must be red after it; an edit that does not apply any more is a failure, too.
+tests/mutants.toml has them. Each is an edit of words that stand once in one function; it is made
+in a copy of the tree, so what is worked on is never touched. The tests run on that copy, and so do
+the processes that they start: all find the package by PYTHONPATH. Tests must be green before the
+edit, and one must be red after it; an edit that does not apply any more is a failure, too.
 
     copy of the tree ─► tests, as it is: green ─► one edit ─► the same tests: red ─► taken back
 
@@ -178,7 +178,7 @@ class Copy:
         kept = {name: value for name, value in os.environ.items() if name[:7] != "PYTEST_"}
         paths = os.pathsep.join(map(str, (self.place / "src", self.place)))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        command += ["-p", "no:randomly", "--hypothesis-profile", "quick", *tests]
+        command += ["--hypothesis-profile", "quick", *tests]
         start_s = time.monotonic()
         with tempfile.TemporaryFile() as output:
             running = subprocess.Popen(
