@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kvtide.core import keys
@@ -197,6 +197,10 @@ def test_encodings_are_equal_exactly_where_values_are(one: Any, other: Any) -> N
 
 
 @given(st.lists(values, max_size=4), st.lists(values, max_size=4))
+@example(["a", "b"], ["asb"])
+@example([["a"], "b"], [["a", "b"]])
+@example([1, 2], ["1i2"])
+@example([b"x", b""], [b"xb"])
 def test_encodings_delimit_themselves(ones: list[Any], others: list[Any]) -> None:
     """Encodings set one behind the other can be told apart, so no part slides into the next."""
     joined = b"".join(map(keys.encode, ones))
@@ -242,10 +246,13 @@ def test_the_order_of_fields_says_nothing() -> None:
     assert keys.fingerprint(fields) == keys.fingerprint(turned)
 
 
-@given(
-    st.tuples(st.binary(max_size=4), st.text(max_size=4), st.binary(max_size=4)),
-    st.tuples(st.binary(max_size=4), st.text(max_size=4), st.binary(max_size=4)),
-)
+PARTS_OF_A_ROOT = st.tuples(st.binary(max_size=4), st.text(max_size=4), st.binary(max_size=4))
+
+
+@given(PARTS_OF_A_ROOT, PARTS_OF_A_ROOT)
+@example((b"ab", "", b""), (b"a", "b", b""))
+@example((b"", "ab", b""), (b"", "a", b"b"))
+@example((b"ab", "", b""), (b"", "", b"ab"))
 def test_epoch_salt_and_adapter_are_never_confused(
     one: tuple[bytes, str, bytes], other: tuple[bytes, str, bytes]
 ) -> None:

@@ -438,6 +438,18 @@ def test_an_engine_whose_connection_broke_keeps_the_node_alive() -> None:
         assert world.tick(after_ms=1_000) == []
 
 
+def test_an_engine_of_which_only_an_unconnected_scheduler_lives_is_not_gone() -> None:
+    """It comes back, and what it was known by is there until it has died."""
+    world = World(linger_ms=1_000)
+    engine = Engine(world).start()
+    engine.disconnect(engine.scheduler)
+    for connection in engine.workers:
+        engine.kill(connection)
+    assert list(world.machine.instances) == [engine.engine_id]
+    for _ in range(9):
+        assert world.tick(after_ms=1_000) == []
+
+
 def test_a_node_without_linger_never_ends_by_itself(world: World) -> None:
     for _ in range(9):
         assert world.tick(after_ms=3_600_000) == []

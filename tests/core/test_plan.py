@@ -83,6 +83,7 @@ def test_each_block_counts_once_with_its_own_outcome() -> None:
     answer(store, ask(store, 3 * CHUNK), DropReason.IN_FLIGHT)
     for granted in store.take_storable(3 * CHUNK):
         store.mark(granted.first_block, granted.end_block, PLANNED)
+    store.mark(0, 2 * PER_CHUNK, DropReason.FAILED)  # too late: they have theirs
     assert store.outcomes(3 * PER_CHUNK + 1, DropReason.TOO_OLD) == {
         HELD: PER_CHUNK,
         PLANNED: PER_CHUNK,

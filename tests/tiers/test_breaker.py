@@ -44,6 +44,15 @@ def test_a_probe_that_works_where_the_work_does_not_ends_no_pause(
     assert not caplog.records
 
 
+def test_one_failure_is_enough_where_a_call_hung_before() -> None:
+    """A hung call opens it without a failure that counts."""
+    made = Breaker("reads", "the place", logging.getLogger("kvtide.test"), RETRY_MS_MAX)
+    assert made.hung(5_000, 0)
+    now_ms = try_again(made, 0)
+    assert made.failed(ERROR, now_ms)
+    assert made.stops(now_ms + RETRY_MS_MIN), "the pause is longer"
+
+
 def test_work_that_is_done_again_ends_the_pauses_and_says_so(
     breaker: Breaker, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -119,7 +119,7 @@ def test_commands_are_sent_whole_and_in_pieces(arguments: list[bytes]) -> None:
 
 
 def test_an_error_is_told_apart_and_a_missing_value_too(wire: Wire) -> None:
-    wire.say(b"-WRONGTYPE it is a list\r\n$-1\r\n-ERR no\r\n$3\r\nabc\r\n")
+    wire.say(b"-WRONGTYPE it is a list\r\n$-1\r\n-ERR no\r\n$3\r\nabc\r\n$-1\r\n$0\r\n\r\n")
     with pytest.raises(ServerError) as refused:
         wire.connection.read_into([memoryview(bytearray(3))])
     assert refused.value.code == "WRONGTYPE"
@@ -128,7 +128,8 @@ def test_an_error_is_told_apart_and_a_missing_value_too(wire: Wire) -> None:
     assert isinstance(said, ServerError)
     assert said.code == "ERR"
     assert wire.connection.read_into([memoryview(bytearray(3))])
-    assert wire.connection.unread == 96
+    assert [wire.connection.read() for _ in range(2)] == [None, b""]
+    assert wire.connection.unread == 94
 
 
 @pytest.mark.parametrize("length", [0, 2, 4, 1 << 40])

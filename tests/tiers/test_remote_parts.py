@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtide.testing import redis_servers
@@ -13,6 +13,7 @@ from kvtide.units import KiB, MiB
 
 
 @given(st.integers(1, 64 * MiB))
+@example(MiB)
 def test_parts_are_all_of_a_record_and_waste_little(length: int) -> None:
     lengths = parts.part_lengths(length)
     assert sum(lengths) == length

@@ -78,6 +78,8 @@ class LimitTests(TierPlace):
             assert len(tier.find(whole, tail.digests)) == sum(is_there)
             found += sum(is_there)
         assert found == tier.tier.statistics().records
+        gone = sum(map(len, chains)) - found
+        assert gone == tier.tier.statistics().evicted, "some went with what they hung on"
 
     def test_a_chain_longer_than_the_cap_keeps_its_beginning(self) -> None:
         """Its end finds no room, or nothing to hang on; the next chain takes room from it."""

@@ -124,6 +124,7 @@ class PromiseTests(TierPlace):
         ahead, tail = chain_of(ROOT, ONE, text(1, 6))
         tier.keep([ahead, tail])
         root, layout = FOREIGN[what]
+        tier.keep(chain_of(root, layout, text(2, 6)))  # so that the other name is known here
         asked = tier.ask([ahead], tail.digests, root=root, layout=layout)
         assert tier.found(asked).records == []
         asked = tier.ask((), tail.digests, root=root, parent=ahead.key, layout=layout)
