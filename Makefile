@@ -36,5 +36,5 @@ bench: setup
 	@$(PYTHON) -m benchmarks; code=$$?; $(PYTHON) scripts/make_docs; exit $$code
 
 clean:
-	rm -rf .venv .venv-lmcache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
+	rm -rf .venv .venv-lmcache .venv-infinistore .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

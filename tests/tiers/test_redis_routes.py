@@ -12,7 +12,7 @@ import pytest
 from kvtide.errors import PlaceFailed
 from kvtide.redis_address import Address
 from kvtide.testing.redis_servers import Server, running
-from kvtide.tiers.redis import resolving
+from kvtide.tiers.remote import resolving
 from kvtide.tiers.redis.routes import SLOTS, Limits, Routes
 from tests.tiers.redis_place import PATIENT
 
