@@ -29,7 +29,7 @@ CONNECTIONS = 8
 TOGETHER = 256
 """Asks that are sent before an answer is read: their answers fit what the kernel keeps."""
 SMALL_BYTES_MAX = 64 * KiB
-ASIDE_MAX = 16
+ASIDE_MAX = 64
 """Connections that owe an answer which nobody wants. One more, and the oldest is closed."""
 ASIDE_S_MAX = 60.0
 """A server that has sent nothing for so long is gone."""
@@ -54,7 +54,9 @@ class Client:
     # ---- calls of a session
 
     def begin(self, until_s: float) -> None:
-        """A call begins, which has ended by then."""
+        """A call begins, which has ended by then. While a server owes what others asked for, it is
+        asked for little first: one that hangs costs each call one connection, and not several."""
+        self.give_up()
         self._read_aside()
         for one in [one for one in self._open if one.is_stale]:
             self._open.remove(one)
@@ -62,6 +64,8 @@ class Client:
         self._until_s = until_s
         for one in self._open:
             one.limit(until_s)
+        if self._aside:
+            self.exist([b"kvtide"])
 
     def give_up(self) -> None:
         """A call has failed: nobody reads what is still to come."""

@@ -89,8 +89,8 @@ class InfiniStoreSession:
         self._client.close()
 
     def _called(self, work: Callable[[], Result], limit_s: float | None = None) -> Result:
-        self._client.begin(time.monotonic() + (limit_s or self._call_s))
         try:
+            self._client.begin(time.monotonic() + (limit_s or self._call_s))
             return work()
         except Exception:
             self._client.give_up()  # whatever it was, answers may be due
