@@ -17,6 +17,7 @@ from kvtide.tiers.base import LoadOutcome, StoreOutcome
 from kvtide.tiers.infinistore import frames, names
 from kvtide.tiers.infinistore.client import Client
 from kvtide.tiers.infinistore.frames import Ask
+from kvtide.tiers.scope import Scope
 from kvtide.units import GiB, MiB
 from tests.tiers.infinistore_edge import edge
 from tests.tiers.infinistore_place import (
@@ -175,6 +176,26 @@ def test_what_one_node_stored_another_finds_at_once_and_a_clear_is_for_all(place
         assert one.find(records[:2], records[2].digests) == []
         assert one.store(records) == [StoreOutcome.STORED] * 3
         assert other.find(records[:2], records[2].digests) == records
+
+
+def test_what_a_node_has_stored_it_takes_away_when_it_is_cleared() -> None:
+    """All but what tells of the clear; what another salt has stays."""
+    records = chain_of(ROOT, SMALL, text(1, 42))
+    salted = chain_of(root_of(salt="secret"), SMALL, text(1, 6))
+    with edge() as server, driven(server.port) as tier:
+        tier.keep(salted)
+        before = set(server.values)
+        tier.keep(records)
+        assert tier.tier.clear(ROOT.salt_digest) == len(records)
+        for other in salted:
+            assert tier.store([other]) == [StoreOutcome.HELD]  # what is cleared goes ahead of it
+        deadline_s = time.monotonic() + WAIT_S
+        while set(server.values) != before | {
+            names.clear_of(PREFIX, Scope(ROOT.salt_digest, None))
+        }:
+            assert time.monotonic() < deadline_s, sorted(server.values)
+            time.sleep(0.005)
+        assert server.faults == []
 
 
 def test_what_is_being_stored_at_a_clear_is_taken_back(

@@ -77,7 +77,7 @@ class InfiniStoreSession:
         self._called(lambda: self._clear(scope))
 
     def sweep(self) -> bool:
-        return False  # what a clear leaves, the server evicts
+        return self._called(self._stores.sweep)
 
     def survey(self) -> None:
         self._called(self._survey)
@@ -179,6 +179,7 @@ class InfiniStoreSession:
         name = names.clear_of(self._prefix, scope)
         if not self._client.replace([(name, os.urandom(names.NONCE_BYTES))]):
             raise PlaceFailed("it has no room for what tells of a clear")
+        self._stores.cleared(scope)
         self._census.cleared(scope)
 
     def _survey(self) -> None:

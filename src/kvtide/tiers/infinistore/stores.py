@@ -22,6 +22,7 @@ from kvtide.tiers.remote import parts
 from kvtide.tiers.remote.census import Census
 from kvtide.tiers.remote.kinds import kind_of
 from kvtide.tiers.remote.session import Put
+from kvtide.tiers.scope import Scope
 
 PACKET_BYTES = 1300
 """What reaches a server at once over any network: a note and what puts it."""
@@ -29,6 +30,19 @@ ASKS_BYTES = 192
 """Of those, beside the note and twice its name."""
 UNFREED_MAX = 256
 """Names of parts left off in the middle; the oldest are forgotten."""
+OWN_MAX = 16_384
+"""Records that are taken away once they are cleared; others the server evicts."""
+SWEPT_TOGETHER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What this session has stored: of which root, the names that tell of it, and its parts."""
+
+    root: RootName
+    told: tuple[bytes, ...]
+    write_id: bytes
+    part_count: int
 
 
 @dataclass(slots=True)
@@ -64,6 +78,29 @@ class Stores:
         self._census = census
         self._names_now = names_now
         self._unfreed: deque[bytes] = deque(maxlen=UNFREED_MAX)
+        self._own: deque[_Own] = deque(maxlen=OWN_MAX)
+        self._cleared: deque[_Own] = deque(maxlen=OWN_MAX)
+
+    def cleared(self, scope: Scope) -> None:
+        """These are not found any more."""
+        own = list(self._own)
+        self._cleared.extend(one for one in own if scope.has(one.root))
+        self._own = deque((one for one in own if not scope.has(one.root)), maxlen=OWN_MAX)
+
+    def sweep(self) -> bool:
+        """Take away some of what was cleared; whether there is more."""
+        gone = [self._cleared.popleft() for _ in range(min(SWEPT_TOGETHER, len(self._cleared)))]
+        self._client.remove(
+            [
+                name
+                for one in gone
+                for name in (
+                    *one.told,
+                    *names.part_names(self._prefix, one.write_id, one.part_count),
+                )
+            ]
+        )
+        return bool(self._cleared)
 
     def store(self, put: Put) -> StoreOutcome:
         """See `Session.store`, of one."""
@@ -91,6 +128,10 @@ class Stores:
             return StoreOutcome.NOT_ANCHORED
         kind = kind_of(record.root, record.layout)
         self._census.stored(kind, record.root)
+        family = known.family(record.parent, record.digests[:INNER_DIGEST_BYTES])
+        told = (name, family, known.children(record.parent))
+        count = len(names.lengths_of(record))
+        self._own.append(_Own(record.root, told, put.write_id, count))
         for tail in around.shorter:
             removed(self._client, self._prefix, known, tail)
             self._census.took(kind, 0)
