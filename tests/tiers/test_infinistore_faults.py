@@ -1,5 +1,6 @@
 """What an InfiniStore server does to its tier, and what a tier must not do to its server."""
 
+import random
 import socket
 import threading
 import time
@@ -342,6 +343,49 @@ def test_a_full_server_takes_what_is_new(server: Server) -> None:
         assert count // 4 < len(there) < count
         assert {tier.load(chunk) for chunk in there} == {LoadOutcome.LOADED}
     assert not server.has_ended, server.log
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_fails_every_byte_is_right_and_it_works_again(place: Place, seed: int) -> None:
+    """Two nodes store, load, look up and clear, while the server hangs, or is started anew."""
+    chaos = random.Random(seed)
+    chains = [chain_of(ROOT, SMALL, text(number, 10)) for number in range(6)]
+    big = chain_of(ROOT, PARTS, text(9, 4))[0]
+
+    def restart() -> None:
+        place.kill()
+        work()
+        place.start()
+
+    def hang() -> None:
+        with place.stopped():
+            work()
+
+    def work() -> None:
+        for _ in range(8):
+            tier, chain = chaos.choice(tiers), chaos.choice([*chains, [big]])
+            for record in chain:
+                tier.submit_store(record)
+                tier.submit_load(record)
+            tier.ask(chain[:1], chain[-1].digests)
+            if chaos.random() < 0.1:
+                tier.tier.clear(None)
+            tier.pass_time(5_000)
+            tier.poll()
+
+    more = {"call_s": 0.5, "put_s": 1.0, "queue_bytes_max": 64 * MiB}
+    with driven(place.port, **more) as one, driven(place.port, **more) as two:
+        tiers = [one, two]
+        for fault in chaos.sample([restart, hang, restart, hang], 4):
+            work()
+            fault()
+        for tier in tiers:
+            deadline_s = time.monotonic() + WAIT_S
+            while any(tier.load(record) is not LoadOutcome.LOADED for record in chains[0]):
+                assert time.monotonic() < deadline_s, tier.tier.statistics()
+                tier.store(chains[0])
+                tier.pass_time(5_000)
 
 
 # ---- what ends a server: why the client is as it is
