@@ -25,7 +25,7 @@ check: setup
 	@scripts/check
 
 test: setup
-	@state=0; scripts/check || state=1; \
+	@state=0; scripts/check || state=1; scripts/setup_infinistore || state=1; \
 	$(PYTHON) -m pytest -n 3 --dist loadfile -m '(long or hypothesis) and not engine and not slow' || state=1; \
 	$(PYTHON) -m pytest -m 'engine and not places and not slow' || state=1; exit $$state
 

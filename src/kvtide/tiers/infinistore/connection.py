@@ -111,9 +111,6 @@ class Connection:
                 at += 1
             if sent:
                 left[at] = left[at][sent:]
-        # A server sends the second part of an answer, or a second answer, once the first has been
-        # acknowledged: in 40 ms, where the kernel waits for something to send along with that.
-        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         self.is_broken = False
 
     def owe(self, asks: Sequence[Ask]) -> None:
@@ -183,6 +180,10 @@ class Connection:
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
             raise Late("it did not answer in time")
+        if event == select.POLLIN:
+            # A server sends the second part of an answer, or a second answer, once the first was
+            # acknowledged: in 40 ms, where the kernel waits for something to send along with it.
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         found = self._polls[event].poll(max(left_s, STEP_S) * 1000)
         if any(descriptor == self._stop for descriptor, _ in found):
             raise Late("it was interrupted")
