@@ -314,6 +314,31 @@ def test_a_server_without_room_says_so_and_keeps_nothing() -> None:
         assert server.faults == []
 
 
+@needs_server
+@pytest.mark.long
+def test_a_real_server_that_has_not_so_much_memory_says_so(server: Server) -> None:
+    """It takes what was sent for other asks, and ends the connection; nothing else ends."""
+    with asking(server.port) as client:
+        for _ in range(3):
+            value = [names.MARK, *[bytes(64 * MiB)] * (16 * POOL_GIB + 1)]
+            assert not client.write(iter([(b"too much", value)]))
+            assert client.exist([b"too much"]) == [False]
+            assert client.write(iter([(b"fits", [names.MARK])]))
+            client.remove([b"fits"])
+
+
+@pytest.mark.long
+def test_no_answer_waits_for_the_kernel_to_acknowledge_another(place: Place) -> None:
+    """Small answers, and answers of two parts, come at once: not 40 ms later each."""
+    count = 50
+    with asking(place.port) as client:
+        begin_s = time.monotonic()
+        for _ in range(count):
+            assert client.replace([(b"small", b"value")])
+            assert client.read([b"small"] * 2) == [b"value"] * 2
+        assert time.monotonic() - begin_s < count * 0.04
+
+
 def test_what_a_cut_off_store_left_is_given_back() -> None:
     """A server keeps what did not all come, for ever, and ends if it is asked for it."""
     chunk = chain_of(ROOT, PARTS, text(1, 4))[0]
@@ -417,3 +442,27 @@ def test_the_real_server_ends_with_a_connection_on_which_it_sends_a_value(server
             with suppress(OSError), socket.create_connection(("127.0.0.1", server.port)) as one:
                 one.sendall(frames.get(b"much"))
                 one.recv(8)
+
+
+@needs_server
+@pytest.mark.long
+def test_the_real_server_forgets_what_a_name_was_given_anew(server: Server) -> None:
+    """When it evicts what the name held before. Not so where that was removed first."""
+    with asking(server.port) as client:
+
+        def fill(name: str) -> None:
+            some = [(f"{name}:{n}".encode(), [bytes(32 * MiB)]) for n in range(16 * POOL_GIB)]
+            assert client.write(iter(some))
+
+        for name in (b"over", b"anew"):
+            assert client.write(iter([(name, [names.MARK])]))
+        fill("first")
+        assert client.write(iter([(b"over", [names.MARK])]))
+        assert client.replace([(b"anew", names.MARK)])
+        fill("second")
+        assert client.exist([b"first:0", b"over", b"anew", b"second:0"]) == [
+            False,
+            False,
+            True,
+            True,
+        ]

@@ -3,6 +3,8 @@
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -49,23 +51,33 @@ def test_a_server_that_is_away_costs_a_start_nothing() -> None:
             assert driven.find(CHAIN[:1]) == []
 
 
+@contextmanager
+def answering(said: bytes) -> Iterator[int]:
+    """The port of a server of another kind, which says the same to everybody."""
+    connections: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connections.append(listener.accept()[0])
+                    connections[-1].sendall(said)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        for one in connections:
+            stack.enter_context(one)
+
+
 @pytest.mark.parametrize("said", [b"-ERR unknown command\r\n", b"HTTP/1.1 400 Bad Request\r\n"])
 def test_a_server_of_another_kind_is_told_apart(said: bytes) -> None:
     """By the first that it answers."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            with socket.socket() as ended:
-                while (one := listener.accept()[0]).recv(1):
-                    one.sendall(said)
-                    ended = one  # noqa: F841 - held until the next one comes
-
-        threading.Thread(target=serve, daemon=True).start()
-        tier = opened(url=f"infinistore://127.0.0.1:{listener.getsockname()[1]}")
-        with driving(tier) as driven:
-            assert driven.load(CHAIN[0]) is LoadOutcome.FAILED
-            assert "as no InfiniStore does" in tier.statistics().state
-        socket.create_connection(listener.getsockname()).close()
+    with answering(said) as port, driving(opened(url=f"infinistore://127.0.0.1:{port}")) as tier:
+        assert tier.load(CHAIN[0]) is LoadOutcome.FAILED
+        assert "as no InfiniStore does" in tier.tier.statistics().state
 
 
 @pytest.mark.parametrize(
