@@ -141,6 +141,7 @@ def test_another_roots_record_of_the_same_key_is_another(place: Place) -> None:
 # ---- several nodes, records of many parts
 
 
+@pytest.mark.long
 def test_a_record_of_many_parts_brings_every_byte(place: Place) -> None:
     """Headers lie anywhere in parts, and are sent last."""
     chunk, tail = chain_of(ROOT, PARTS, text(1, 5))
@@ -151,6 +152,7 @@ def test_a_record_of_many_parts_brings_every_byte(place: Place) -> None:
         assert [tier.load(record) for record in (chunk, tail)] == [LoadOutcome.LOADED] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", [0, 1, 4])
 def test_a_record_of_which_a_part_is_gone_is_a_miss(place: Place, part: int) -> None:
     """At the lookup, where it is one of those that a server evicts first; at the load, else."""
@@ -287,6 +289,7 @@ def test_a_server_that_hangs_costs_its_time_and_no_more(place: Place) -> None:
             heal(tier, chunk)
 
 
+@pytest.mark.long
 def test_a_load_that_is_given_up_inside_a_value_reads_it_out_later() -> None:
     """Into nothing, before its connection is used again or closed."""
     chunk = chain_of(ROOT, PARTS, text(1, 4))[0]
@@ -300,6 +303,7 @@ def test_a_load_that_is_given_up_inside_a_value_reads_it_out_later() -> None:
         assert server.faults == []
 
 
+@pytest.mark.long
 def test_a_server_without_room_says_so_and_keeps_nothing() -> None:
     """Values are not taken, until there is room again."""
     big, small = chain_of(ROOT, PARTS, text(1, 4))[0], chain_of(ROOT, SMALL, text(1, 4))[0]
@@ -339,6 +343,7 @@ def test_no_answer_waits_for_the_kernel_to_acknowledge_another(place: Place) -> 
         assert time.monotonic() - begin_s < count * 0.04
 
 
+@pytest.mark.long
 def test_what_a_cut_off_store_left_is_given_back() -> None:
     """A server keeps what did not all come, for ever, and ends if it is asked for it."""
     chunk = chain_of(ROOT, PARTS, text(1, 4))[0]
