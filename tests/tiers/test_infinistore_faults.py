@@ -361,17 +361,20 @@ def test_what_a_cut_off_store_left_is_given_back() -> None:
 @needs_server
 @pytest.mark.long
 def test_a_full_server_takes_what_is_new(server: Server) -> None:
-    """Twice what fits, each found at once; what it evicted is a miss and no more."""
+    """Others fill it twice over: what it evicted is a miss and no more, and what is new is there."""
     large = layout_of(4 * MiB)
-    count = 2 * POOL_GIB * GiB // large.chunk_bytes
-    chunks = [chain_of(ROOT, large, text(n, BLOCKS_PER_CHUNK))[0] for n in range(count)]
+    chunks = [chain_of(ROOT, large, text(n, BLOCKS_PER_CHUNK))[0] for n in range(12)]
     with driven(server.port, queue_bytes_max=64 * MiB) as tier:
-        for chunk in chunks:
+        tier.keep(chunks[:6])
+        with asking(server.port) as client:
+            fill = [(f"{n}".encode(), [bytes(32 * MiB)]) for n in range(64 * POOL_GIB)]
+            assert client.write(iter(fill))
+        assert not any(tier.is_there(chunk) for chunk in chunks[:6])
+        for chunk in chunks[::-1]:
+            assert tier.load(chunk) is LoadOutcome.ABSENT
             assert tier.store([chunk]) == [StoreOutcome.STORED]
             assert tier.is_there(chunk)
-        there = [chunk for chunk in chunks if tier.is_there(chunk)]
-        assert count // 4 < len(there) < count
-        assert {tier.load(chunk) for chunk in there} == {LoadOutcome.LOADED}
+            assert tier.load(chunk) is LoadOutcome.LOADED
     assert not server.has_ended, server.log
 
 
