@@ -361,7 +361,7 @@ def test_what_a_cut_off_store_left_is_given_back() -> None:
 @needs_server
 @pytest.mark.long
 def test_a_full_server_takes_what_is_new(server: Server) -> None:
-    """Others fill it twice over: what it evicted is a miss and no more, and what is new is there."""
+    """Others fill it twice: what it evicted is a miss and no more, and what is new is there."""
     large = layout_of(4 * MiB)
     chunks = [chain_of(ROOT, large, text(n, BLOCKS_PER_CHUNK))[0] for n in range(12)]
     with driven(server.port, queue_bytes_max=64 * MiB) as tier:
