@@ -25,7 +25,7 @@ check: setup
 	@scripts/check
 
 test: setup
-	@state=0; scripts/check || state=1; \
+	@state=0; scripts/check || state=1; scripts/setup_infinistore || state=1; \
 	$(PYTHON) -m pytest -n 3 --dist loadfile -m '(long or hypothesis) and not engine and not slow' || state=1; \
 	$(PYTHON) -m pytest -m 'engine and not places and not slow' || state=1; exit $$state
 
@@ -36,5 +36,5 @@ bench: setup
 	@$(PYTHON) -m benchmarks; code=$$?; $(PYTHON) scripts/make_docs; exit $$code
 
 clean:
-	rm -rf .venv .venv-lmcache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
+	rm -rf .venv .venv-lmcache .venv-infinistore .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

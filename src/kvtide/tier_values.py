@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from kvtide import mooncake_address, s3_address, tier_entries
+from kvtide import infinistore_address, mooncake_address, s3_address, tier_entries
 from kvtide.redis_address import parse_address
 from kvtide.tier_entries import Option, TierEntry
 from kvtide.units import MiB, parse_bytes
@@ -258,12 +258,30 @@ MOONCAKE = (
     ),
 )
 
+INFINISTORE = (
+    Option(
+        "url",
+        parse=infinistore_address.parse_address,
+        accepts="`infinistore://host:port`",
+        doc="A server, which is asked over TCP. How much there is to use is what it was given.",
+        show=str,
+    ),
+    Option(
+        "prefix",
+        parse=parse_prefix,
+        accepts="letters, digits, `_`, `.`, `-`",
+        doc="What all names begin with. Nodes of one prefix share records.",
+        default="kvtide",
+    ),
+)
+
 BUILT_IN: dict[str, tuple[Option, ...]] = {
     "disk": DISK,
     "shared_dir": SHARED_DIR,
     "redis": REDIS,
     "s3": S3,
     "mooncake": MOONCAKE,
+    "infinistore": INFINISTORE,
 }
 """Types of ours, in the order of docs/configuration.md, and what each may be told."""
 

@@ -19,7 +19,7 @@ from kvtide.tiers.shared_dir.members import Place
 from kvtide.units import MiB
 from tests.cli.runs import Run, one_line
 from tests.node.fixtures import StartNode
-from tests.tiers import disk_place
+from tests.tiers import disk_place, infinistore_edge
 from tests.tiers.disk_place import tails
 from tests.tiers.shared_place import driven
 
@@ -214,6 +214,18 @@ def test_a_disk_that_a_node_has_says_so(run: Run, new_node: StartNode, tmp_path:
             patch.setenv(name, value)
         said = one_line(run("tier", "test", "disk"))
     assert f"the disk {tmp_path / 'disk'} is used by process {node.pid}; one node may use" in said
+
+
+@pytest.mark.long
+def test_an_infinistore_server_is_tried_by_its_url(run: Run) -> None:
+    """What tells of a clear stays; the next trial is not disturbed by it."""
+    with infinistore_edge.edge() as server:
+        for _ in range(2):
+            result = run("tier", "test", f"infinistore://127.0.0.1:{server.port}")
+            assert result.exit_code == 0, result.output
+            check(result.stdout)
+            assert {name.split(b":")[2] for name in server.values} == {b"life", b"x"}
+        assert server.faults == []
 
 
 def test_what_nobody_takes_is_refused_in_words(run: Run, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from kvtide.errors import PlaceFailed
 from kvtide.redis_address import Address
 from kvtide.testing.redis_servers import Server, running
-from kvtide.tiers.redis import resolving
 from kvtide.tiers.redis.routes import SLOTS, Limits, Routes
+from kvtide.tiers.remote import resolving
 from tests.tiers.redis_place import PATIENT
 
 KEY = b"key"

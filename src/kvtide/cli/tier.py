@@ -33,11 +33,11 @@ def command() -> None:
 def test(place: str) -> None:
     """Put, find, get, verify and delete records at a place.
 
-    PLACE is a URL (redis://…, s3://…, mooncake://…), the absolute path of a directory that
-    machines share, or the name of a tier in the settings. A rate is told with each step; what
-    others keep there is left alone, and what was not there before is taken away, but for the
-    directory of a tier in the settings. A directory that holds something else is refused. Ends
-    with code 1 where a step fails, and says what is wrong.
+    PLACE is a URL (redis://…, s3://…, mooncake://…, infinistore://…), the absolute path of a
+    directory that machines share, or the name of a tier in the settings. A rate is told with each
+    step; what others keep there is left alone, and what was not there before is taken away, but
+    for the directory of a tier in the settings. A directory that holds something else is refused.
+    Ends with code 1 where a step fails, and says what is wrong.
     """
     asked = _asked(place)
     with contextlib.ExitStack() as stack:

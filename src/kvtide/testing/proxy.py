@@ -120,7 +120,10 @@ class Proxy:
 
     def _pass_on(self, source: socket.socket, into: socket.socket, is_answer: bool) -> None:
         with suppress(OSError):
+            into.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while not self._refuses:
+                # Who waits to be acknowledged waits for the other end, not for this one.
+                source.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
                 piece = source.recv(PIECE_BYTES)
                 self._passes.wait()
                 if not piece or (is_answer and not self._let_through(into, piece)):

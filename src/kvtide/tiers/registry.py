@@ -46,6 +46,7 @@ BUILT_IN = {
     "redis": "kvtide.tiers.redis.opening:TYPE",
     "s3": "kvtide.tiers.s3.opening:TYPE",
     "mooncake": "kvtide.tiers.mooncake.opening:TYPE",
+    "infinistore": "kvtide.tiers.infinistore.opening:TYPE",
 }
 """References of ours; their options stand in `kvtide.tier_values`, where settings are read."""
 

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 
 from kvtide.errors import PlaceFailed, reason_of
 from kvtide.redis_address import Address
-from kvtide.tiers.redis.resolving import addresses_of
 from kvtide.tiers.redis.resp import Connection, Reply, ServerError
+from kvtide.tiers.remote.resolving import addresses_of
 from kvtide.tiers.remote.session import CALL_S_MAX, CONNECT_S_MAX, PUT_S_MAX
 from kvtide.values import shown_host
 

@@ -83,11 +83,13 @@ def empty_headers(record: Record) -> list[memoryview]:
 
 
 @lru_cache(maxsize=256)
-def have_headers(layout: KVLayout, blocks: int) -> tuple[bool, ...]:
-    """Of each part, whether any of a header is in it."""
+def have_headers(
+    layout: KVLayout, blocks: int, lengths: tuple[int, ...] | None = None
+) -> tuple[bool, ...]:
+    """Of each part, whether any of a header is in it; of parts of these lengths, if not ours."""
     header = header_bytes(layout.shard_count, blocks)
     found, start = [], 0
-    for length in _lengths_of(layout, blocks):
+    for length in _lengths_of(layout, blocks) if lengths is None else lengths:
         end, at, has_header = start + length, 0, False
         for cell_bytes in layout.cell_bytes:
             has_header |= at < end and start < at + header

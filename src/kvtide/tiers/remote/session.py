@@ -63,8 +63,9 @@ class Session(Protocol):
         those that have not ended have failed. Nothing is sent of what is there. A record is found
         once it is complete and its parent is there, and evicts what it must."""
 
-    def clear(self, scope: Scope) -> int:
-        """None of these is found any more, by anybody; how many there were."""
+    def clear(self, scope: Scope) -> int | None:
+        """None of these is found any more, by anybody; how many there were, if the place can tell
+        that."""
 
     def sweep(self) -> bool:
         """Give back some of what clears have left; whether there is more."""

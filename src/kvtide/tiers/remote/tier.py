@@ -195,7 +195,7 @@ class RemoteTier:
         self._workers.clear(op)  # only now: what is doomed and has not begun never does
         self._hand_over()
         if not self._breaker.is_open and self._patience.wait(op.is_done):
-            return op.count
+            return known if op.count is None else op.count
         return known
 
     def _is_cleared(self, root: RootName) -> bool:

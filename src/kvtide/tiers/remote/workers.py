@@ -68,11 +68,11 @@ class StoreOp:
 
 @dataclass(slots=True, eq=False)
 class ClearOp:
-    """A clear; `count` is how many records there were, once it `is_done`."""
+    """A clear; `count` is how many records there were, once it `is_done`, as the place has it."""
 
     scope: Scope
     is_done: threading.Event = field(default_factory=threading.Event)
-    count: int = 0
+    count: int | None = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,1 @@
+"""Records on an InfiniStore server, asked by its own protocol over TCP."""
