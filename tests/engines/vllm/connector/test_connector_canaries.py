@@ -13,6 +13,7 @@ from kvtide.core import messages as m
 from kvtide.core.chain import Chain
 from kvtide.core.reasons import OffReason
 from kvtide.engines.vllm.canaries import Canaries
+from kvtide.engines.vllm.metadata import StepPlan
 from kvtide.engines.vllm.tracker import Load, Tracker
 from kvtide.metrics import Counters
 from kvtide.testing.vllm_toy import ToyEngine, ToyOptions
@@ -200,6 +201,25 @@ def test_requests_that_run_when_the_alarm_is_raised_leave_nothing_behind(toys: T
     toys.node.clear()
 
 
+def test_a_load_that_ends_as_the_alarm_is_raised_is_not_used(toys: Toys) -> None:
+    """Between a step's work and its output."""
+    engine = toys.start(OPTIONS)
+    swaps_halves(engine)
+    prompt = stored(toys, engine, LENGTH)
+    (worker,) = workers_of(engine)
+    side = scheduler_of(engine)
+
+    def alarm() -> None:
+        if side._loads and not worker._loads and not alarmed(toys, engine):
+            worker._link.send(m.Compared(side._fingerprint, "differs", 1.0))
+            until("the alarm is raised", lambda: alarmed(toys, engine))
+
+    engine.before_output = alarm
+    assert_right(engine.generate(prompt), 1)
+    assert alarmed(toys, engine)
+    toys.node.clear()
+
+
 # ---- whatever happens to the request
 
 
@@ -325,11 +345,12 @@ class Drawn:
     """The scheduler's part alone, with a match of five chunks."""
 
     def __init__(self, rate: float, **changes: Any) -> None:
+        self.ended: list[m.LoadEnd] = []
         link: Any = SimpleNamespace(
             session=SimpleNamespace(fingerprint=bytes(32)),
             are_weights_verified=True,
             alarms=0,
-            end_load=lambda load_end: None,
+            end_load=lambda load_end: self.ended.append(load_end),
         )
         identity: Any = SimpleNamespace(chunk_tokens=64, block_tokens=16, drops_last_block=False)
         for name, value in changes.items():
@@ -344,6 +365,7 @@ class Drawn:
         request = SimpleNamespace(
             request_id=request_id, num_tokens=321, lora_request=adapter, num_preemptions=0
         )
+        self.request = request
         tracker = Tracker(request, 0.0, chain=self.chain)
         match = self.canaries.cut(tracker, self.match)
         assert (match.chunks, match.blocks) in ((5, 0), (4, 0))
@@ -379,6 +401,19 @@ def test_a_load_of_another_length_has_no_canary() -> None:
     assert scene.is_cut("two")
     scene.canaries.load_ended("two", Load(7, list(range(16)), scene.chain, 0), 16)
     assert scene.canaries._canaries
+
+
+def test_a_request_that_was_preempted_has_no_canary_whatever_it_computes_then() -> None:
+    """Its next blocks need not be asked for: its engine may have all of them."""
+    scene = Drawn(1.0)
+    assert scene.is_cut("one")
+    scene.canaries.load_ended("one", Load(7, list(range(16)), scene.chain, 0), 16)
+    scene.canaries.plan(StepPlan(), lambda request_id: [])
+    assert not scene.ended
+    scene.request.num_preemptions = 1
+    scene.canaries.plan(StepPlan(), lambda request_id: [])
+    assert scene.ended == [m.LoadEnd(7, 16)]
+    assert not scene.canaries._canaries
 
 
 def test_pages_of_toys_are_compared_as_those_of_cpu_attention(toys: Toys) -> None:
