@@ -55,6 +55,9 @@ LEFT_ALONE = {
     "wire.peer socket",
     # The end of a node in order: here it is its process's end.
     "node.tiers threading",
+    # Names of servers, of which there is none.
+    "tiers.remote.resolving socket",
+    "tiers.remote.resolving threading",
 }
 
 
