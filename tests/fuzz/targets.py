@@ -236,6 +236,9 @@ class _Runtime:
     def __init__(self) -> None:
         self._machine = World().machine
 
+    def health(self) -> str:
+        return "ok\n"
+
     def numbers(self) -> dict[str, Any]:
         return report.numbers(self._machine, {}, {})
 

@@ -14,7 +14,8 @@ import pytest
 
 from kvtide.core.leases import Leases
 from kvtide.core.lending import Lending
-from kvtide.engines.vllm import scheduler
+from kvtide.engines.vllm import scheduler, worker
+from kvtide.engines.vllm.canaries import Canaries
 from kvtide.engines.vllm.scheduler import SchedulerSide
 from kvtide.engines.vllm.session import EngineSession
 from kvtide.engines.vllm.stores import Stores
@@ -47,9 +48,7 @@ class Edit:
 
 
 EDITS = (
-    Edit(
-        "the generation check", WorkerSide, "_copy_in", "if found != run.generation", "if False", 2
-    ),
+    Edit("the generation check", worker, "_moved", "if found != run.generation", "if False", 2),
     Edit("the salt", scheduler, "root_key", '_text_bytes(salt or "")', 'b""', 1),
     Edit("the adapter", scheduler, "root_key", ", adapter):", ', b""):', 1),
     Edit("the epoch", scheduler, "root_key", "(epoch,", '(b"",', 4),
@@ -82,9 +81,9 @@ EDITS = (
     ),
     Edit(
         "ends of loads",
-        SchedulerSide,
-        "_load_ended",
-        "self._link.end_load(m.LoadEnd(load.lease, verified))",
+        Canaries,
+        "load_ended",
+        "self._link.end_load(load_end)",
         "pass",
         1,
     ),
