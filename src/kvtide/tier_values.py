@@ -5,10 +5,11 @@ A type is a row in `BUILT_IN` here, and one in `kvtide.tiers.registry`, which sa
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from kvtide import infinistore_address, mooncake_address, s3_address, tier_entries
+from kvtide import s3_address, server_address, tier_entries
 from kvtide.redis_address import parse_address
 from kvtide.tier_entries import Option, TierEntry
 from kvtide.units import MiB, parse_bytes
@@ -222,7 +223,7 @@ S3 = (
 MOONCAKE = (
     Option(
         "url",
-        parse=mooncake_address.parse_address,
+        parse=partial(server_address.parse_address, "mooncake"),
         accepts="`mooncake://host:port`",
         doc="The master of a store. How much there is to use is what its owners give.",
         show=str,
@@ -261,7 +262,7 @@ MOONCAKE = (
 INFINISTORE = (
     Option(
         "url",
-        parse=infinistore_address.parse_address,
+        parse=partial(server_address.parse_address, "infinistore"),
         accepts="`infinistore://host:port`",
         doc="A server, which is asked over TCP. How much there is to use is what it was given.",
         show=str,

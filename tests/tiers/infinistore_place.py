@@ -11,7 +11,7 @@ import pytest
 
 from kvtide.core.records import Record
 from kvtide.errors import PlaceFailed
-from kvtide.infinistore_address import Address
+from kvtide.server_address import Address
 from kvtide.testing import infinistore_servers
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.tiers.infinistore import frames, names
@@ -80,7 +80,7 @@ def open_infinistore(
     queue_bytes_max: int = QUEUE_BYTES_MAX,
 ) -> RemoteTier:
     """A tier on a port; it knows that somebody answers, or that nobody does."""
-    address = Address("127.0.0.1", port)
+    address = Address("infinistore", "127.0.0.1", port)
     heard = threading.Event()
 
     def wake_both() -> None:
@@ -115,7 +115,7 @@ def driven(port: int, **more: Any) -> Iterator[DrivenTier]:
 @contextmanager
 def asking(port: int) -> Iterator[Client]:
     """A client, for a minute."""
-    client = Client(Address("127.0.0.1", port))
+    client = Client(Address("infinistore", "127.0.0.1", port))
     client.begin(time.monotonic() + WAIT_S)
     try:
         yield client

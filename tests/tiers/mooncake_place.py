@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtide.errors import ConfigError, PlaceFailed
-from kvtide.mooncake_address import Address
+from kvtide.server_address import Address
 from kvtide.testing.mooncake_servers import Store, clients_of
 from kvtide.testing.tier_drive import DrivenTier
 from kvtide.tiers.mooncake.client import Place
@@ -59,7 +59,7 @@ def open_mooncake(
     queue_bytes_max: int = QUEUE_BYTES_MAX,
 ) -> RemoteTier:
     """A tier, by another port of the master's; it knows what is there, or that nobody answers."""
-    place = Place(Address("127.0.0.1", port or store.port))
+    place = Place(Address("mooncake", "127.0.0.1", port or store.port))
     master = Master("127.0.0.1", store.metrics_port)
     heard = threading.Event()
 

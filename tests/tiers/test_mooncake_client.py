@@ -34,9 +34,9 @@ PIDFD_GETFD = 438
 
 ASKS = """
 import sys, time
-from kvtide.mooncake_address import parse_address
+from kvtide.server_address import parse_address
 from kvtide.tiers.mooncake.client import Client, Place
-client = Client(Place(parse_address(sys.argv[1])))
+client = Client(Place(parse_address("mooncake", sys.argv[1])))
 client.limit(time.monotonic() + 600)
 client.call("exist", ["ready"])
 print(client._process.pid, flush=True)

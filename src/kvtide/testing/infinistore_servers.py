@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtide.infinistore_address import Address
+from kvtide.server_address import Address
 from kvtide.testing.redis_servers import free_port
 
 START_S_MAX = 30.0
@@ -68,7 +68,7 @@ class Server:
 
     @property
     def address(self) -> Address:
-        return Address("127.0.0.1", self.port)
+        return Address("infinistore", "127.0.0.1", self.port)
 
     @property
     def log(self) -> str:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtide.mooncake_address import Address
+from kvtide.server_address import Address
 from kvtide.testing.redis_servers import free_port
 from kvtide.tiers.mooncake.client import PROGRAM, Client, Place
 from kvtide.tiers.mooncake.master import Master, Numbers
@@ -49,7 +49,7 @@ class Store:
 
     @property
     def address(self) -> Address:
-        return Address("127.0.0.1", self.port)
+        return Address("mooncake", "127.0.0.1", self.port)
 
     def start(self) -> None:
         """The master alone."""

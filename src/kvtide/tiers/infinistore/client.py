@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from kvtide.errors import PlaceFailed, reason_of
-from kvtide.infinistore_address import Address
+from kvtide.server_address import Address
 from kvtide.tiers.infinistore import frames
 from kvtide.tiers.infinistore.connection import Connection, Refused
 from kvtide.tiers.infinistore.frames import FINISH, NO_ROOM, NOT_FOUND, Ask

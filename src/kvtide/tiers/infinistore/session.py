@@ -19,7 +19,7 @@ from kvtide.core.keys import INNER_DIGEST_BYTES, KEY_BYTES
 from kvtide.core.layout import KVLayout
 from kvtide.core.records import Record, RootName
 from kvtide.errors import CorruptRecord, PlaceFailed
-from kvtide.infinistore_address import Address
+from kvtide.server_address import Address
 from kvtide.tiers.base import LoadOutcome, LookupJob, StoreOutcome
 from kvtide.tiers.infinistore import names
 from kvtide.tiers.infinistore.client import Client

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtide.errors import PlaceFailed
-from kvtide.mooncake_address import Address
+from kvtide.server_address import Address
 from kvtide.tiers.mooncake.process import receive, send
 from kvtide.units import MiB
 
