@@ -4,9 +4,9 @@ of everything."""
 import pytest
 
 from kvtide.core import messages as m
+from kvtide.core import quarantine
 from kvtide.core.effects import Alarm
 from kvtide.core.keys import salt_digest
-from kvtide.core.quarantine import QUARANTINED_MAX
 from kvtide.core.reasons import DropReason, Off, OffReason, Verdict
 from tests.core.fake_tier import FakeTier
 from tests.core.world import CHUNK_BLOCKS, Engine, World, prompt
@@ -134,10 +134,20 @@ def test_no_other_verdict_changes_anything(world: World, verdict: Verdict) -> No
     assert not alarms(world)
 
 
-def test_there_is_a_limit_to_what_is_quarantined(world: World) -> None:
-    engine = Engine(world).start()
-    for number in range(QUARANTINED_MAX + 5):
-        fingerprint = number.to_bytes(32, "big")
-        engine.tell(0, m.Compared(fingerprint, Verdict.DIFFERS, 1.0))
-    assert len(world.machine.quarantined) == QUARANTINED_MAX
-    assert (5).to_bytes(32, "big") in world.machine.quarantined
+def test_a_worker_speaks_for_its_own_engine_alone(world: World) -> None:
+    engine, other = Engine(world, "engine").start(), Engine(world, "other", model="b").start()
+    other.store(prompt(1))
+    engine.tell(0, m.Compared(other.fingerprint, Verdict.DIFFERS, 1.0))
+    assert not is_off(other)
+    assert not alarms(world)
+    assert other.blocks_held(prompt(1)) == CHUNK_BLOCKS
+
+
+def test_there_is_a_limit_to_what_is_quarantined(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quarantine, "QUARANTINED_MAX", 2)
+    engines = [Engine(world, f"{n}", model=f"model {n}").start() for n in range(3)]
+    for engine in engines:
+        compared(engine, Verdict.DIFFERS, 1.0)
+    assert list(world.machine.quarantined) == [one.fingerprint for one in engines[1:]]

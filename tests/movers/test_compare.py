@@ -72,6 +72,24 @@ def test_what_is_no_number_is_infinitely_far(wrong: float) -> None:
     assert difference(strange, strange.copy(), of("float32")) == 0
 
 
+@pytest.mark.parametrize("both", [math.nan, math.inf, -math.inf])
+def test_where_both_are_no_number_the_others_count(both: float) -> None:
+    """A model may overflow: the same in each computation of it."""
+    same, near, other = (
+        page("float32", seed, noise) for seed, noise in ((1, 0), (1, 0.01), (2, 0))
+    )
+    for one in (same, near, other):
+        one.view(np.float32)[5] = both
+    assert 0.005 < difference(same, near, of("float32")) < 0.02
+    assert difference(same, other, of("float32")) > 4 * DIFFERENCE_MAX
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_how_large_numbers_are_does_not_matter(size: float) -> None:
+    same, near = (np.float32(size) * page("float32", noise=n).view(np.float32) for n in (0, 0.01))
+    assert 0.005 < difference(same.view(np.uint8), near.view(np.uint8), of("float32")) < 0.02
+
+
 def test_against_zeros_everything_is_far() -> None:
     zeros = np.zeros(64, np.uint8)
     ones = np.ones(16, np.float32).view(np.uint8)

@@ -47,6 +47,9 @@ class Quarantine:
         if message.verdict != Verdict.DIFFERS:
             return
         quarantined, fingerprint = self._parts.quarantined, message.fingerprint
+        identity = self._presence.instances[worker.engine_id].identity
+        if identity is not None and identity.fingerprint != fingerprint:
+            return  # of what it was before, or of somebody else, who will say so
         text = (
             f"rank {worker.rank} of {worker.engine_id} computed a chunk that differs by"
             f" {message.difference:.3g} from the one that is kept"

@@ -40,7 +40,7 @@ class PageNumbers:
 def difference(computed: Any, kept: Any, numbers: PageNumbers) -> float:
     """The relative distance of two pages, arrays of bytes: of their keys or values, the greater.
 
-    0 where all bytes are equal, infinite where nothing can be said; never NaN.
+    0 where all numbers are equal, infinite where one alone is none; never NaN.
     """
     if np.array_equal(computed, kept):
         return 0.0
@@ -48,11 +48,14 @@ def difference(computed: Any, kept: Any, numbers: PageNumbers) -> float:
         return math.inf
     with np.errstate(all="ignore"):  # bytes that are no KV at all may be anything
         mine, theirs = _floats(computed, numbers.dtype), _floats(kept, numbers.dtype)
+        is_same = (mine == theirs) | (np.isnan(mine) & np.isnan(theirs))
         item_bytes = computed.nbytes // mine.size
         plane = numbers.plane_bytes // item_bytes
         shape = (-1, 2, plane) if plane and mine.size % (2 * plane) == 0 else (-1, 1, mine.size)
-        squares = ((mine - theirs) ** 2).reshape(shape).sum(axis=(0, 2), dtype=np.float64)
-        sizes = (mine * mine).reshape(shape).sum(axis=(0, 2), dtype=np.float64)
+        apart = np.where(is_same, 0, mine - theirs)  # also where both have overflowed
+        sized = np.where(np.isfinite(mine), mine, 0)
+        squares = (apart * apart).reshape(shape).sum(axis=(0, 2))
+        sizes = (sized * sized).reshape(shape).sum(axis=(0, 2))
         ratios = [
             0.0 if not square else math.sqrt(square / size) if size else math.inf
             for square, size in zip(squares.tolist(), sizes.tolist(), strict=True)
@@ -61,8 +64,8 @@ def difference(computed: Any, kept: Any, numbers: PageNumbers) -> float:
 
 
 def _floats(page: Any, dtype: str) -> Any:
-    """The numbers of a page, as float32."""
+    """The numbers of a page, as float64: squares of a float32 may be none."""
     flat = np.ascontiguousarray(page)
     if dtype == "bfloat16":  # the upper half of a float32
-        return (flat.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return flat.view(dtype).astype(np.float32, copy=False)
+        flat, dtype = (flat.view(np.uint16).astype(np.uint32) << 16), "float32"
+    return flat.view(dtype).astype(np.float64)
