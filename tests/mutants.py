@@ -34,7 +34,7 @@ COPIED = ("src", "tests")
 """What a copy has of its own; the rest of the tree is linked."""
 LINKED = ("benchmarks", "changes", "docs", "examples", "requirements", "scripts", ".venv")
 TEST_S_MAX = 60
-"""The tests of one mutant take no longer; a mutant that hangs them is found, and said to hang."""
+"""For the tests of one mutant; one that makes them hang is found only where it `may_hang`."""
 
 
 class NotApplicable(Exception):
@@ -53,7 +53,7 @@ class Mutant:
         old: words that stand once in it.
         new: what stands there instead.
         tests: ids in pytest, of which one at least must be red.
-        may_hang: it ends by the time limit.
+        may_hang: it also counts as found where its tests do not end in TEST_S_MAX.
     """
 
     name: str
@@ -162,7 +162,7 @@ class Copy:
             self._write(path, text)
 
     def _write(self, path: Path, text: str) -> None:
-        """Python tells compiled files by size and second: two edits may have both alike."""
+        """Compiled files go, too: Python tells them by size and second, which edits may share."""
         path.write_text(text, encoding="utf-8")
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             compiled.unlink()
@@ -175,7 +175,9 @@ class Copy:
 
     def run(self, tests: Sequence[str]) -> Ran:
         """Run tests here, up to the first that is red."""
-        kept = {name: value for name, value in os.environ.items() if name[:7] != "PYTEST_"}
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+        }
         paths = os.pathsep.join(map(str, (self.place / "src", self.place)))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         command += ["--hypothesis-profile", "quick", *tests]
@@ -210,7 +212,7 @@ class Verdict:
 
     mutant: Mutant
     word: str
-    """FOUND, SURVIVED, or why that cannot be said."""
+    """`found`, `survived`, or why neither can be said."""
     detail: str
     took_s: float
 

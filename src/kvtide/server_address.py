@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 from kvtide.values import shown_host
 
 PORTS = {"mooncake": 50051, "infinistore": 22345}
-"""By scheme: where a server (Mooncake's master) listens that is told nothing."""
+"""By scheme: where a server (of Mooncake: the master) listens unless it is told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,15 +19,15 @@ CHUNK_TOKENS_DEFAULT = 256
 LOCALHOST = "localhost"
 PORT_MAX = 65535
 TOKEN_LENGTH_MAX = KiB  # of an HTTP header
-
-
+SHOWN_CHARS_MAX = 400
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 2
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 400
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = SHOWN_CHARS_MAX
 
 
 def in_short(raw: object) -> str:
-    """A value as it was given, for an error: one of a few lines of YAML may be a gigabyte."""
+    """The beginning of a value as it was given, for an error: a few lines of YAML may stand for a
+    gigabyte."""
     return _SHORT.repr(raw)
 
 

@@ -1,5 +1,5 @@
-"""What canaries show: a difference ends a fingerprint, for everybody and everywhere, until a clear
-of everything."""
+"""What canaries show: after a difference nobody is served under the fingerprint, and nothing of it
+is kept anywhere, until a clear of everything."""
 
 import pytest
 

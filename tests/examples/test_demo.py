@@ -44,7 +44,7 @@ def completion(*token_ids: int) -> Completion:
 
 
 def good_run(demo: ModuleType) -> list[Any]:
-    """All stages of all texts; computed answers may be others."""
+    """All stages of all texts; only those that were computed cold have another answer."""
     stages = demo.Stage
     return [
         demo.Asked(

@@ -19,7 +19,9 @@ from tests.fuzz.mutating import Mutator
 
 CORPUS = Path(__file__).parent / "corpus"
 POOL_MAX = 2_000
+"""Inputs that are changed further."""
 SMALLER_TRIES = 400
+"""Inputs that are tried to make one that broke a reader smaller."""
 
 Check = Callable[[bytes], str]
 
@@ -86,7 +88,7 @@ def fuzz(
 
 
 def for_seconds(seconds: float) -> Callable[[Report], bool]:
-    """An `until`: so long, whatever happens."""
+    """For `fuzz`: until so much time has passed, whatever happens."""
     end_s = time.monotonic() + seconds
     return lambda _: time.monotonic() >= end_s
 

@@ -116,6 +116,7 @@ SETTINGS = (
 LAUGHS = b"".join(b"- &%c [%s]\n" % (98 + n, b",".join([b"*%c" % (97 + n)] * 9)) for n in range(9))
 """Nine lines, each of which holds the one before nine times."""
 SECONDS_MAX = 5.0
+"""For reading one file, on a busy machine."""
 SAID_CHARS_MAX = 2_000
 
 

@@ -22,7 +22,7 @@ ANSWERS_MIN = 3
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_broke_once_is_well(name: str) -> None:
-    """All that is right, and the corpus."""
+    """Three inputs that are right, or nearly, and all of the corpus."""
     target = TARGETS[name]
     with target.opened() as check:
         for data in (*target.seeds()[:3], *kept(target)):

@@ -103,9 +103,7 @@ def test_health_and_metrics_need_no_token(shared_address: str) -> None:
     assert get(shared_address, "/metrics?x=1")[0] == 200
 
 
-def test_health_tells_of_an_alarm_and_stays_in_health(
-    new_node: StartNode,
-) -> None:
+def test_health_tells_of_an_alarm_and_keeps_its_code(new_node: StartNode) -> None:
     """Whoever restarts what is not healthy would restart the node, and the alarm be gone."""
     address = f"127.0.0.1:{free_port()}"
     node = new_node(http_address=address)
@@ -115,8 +113,8 @@ def test_health_tells_of_an_alarm_and_stays_in_health(
         (worker,) = engine.workers
         assert isinstance(worker, FakeWorker)
         worker.link.send(m.Compared(engine.shape.fingerprint, "differs", 1.41))
-        serving = engine.scheduler
-        assert serving.wait_for(lambda: bool(serving.serving and serving.serving.off_reason))
+        scheduler = engine.scheduler
+        assert scheduler.wait_for(lambda: bool(scheduler.serving and scheduler.serving.off_reason))
         code, body = get(address, "/healthz")
         assert code == 200
         assert body.startswith(f"alarm: fingerprint {engine.shape.fingerprint.hex()[:8]}")

@@ -1,9 +1,11 @@
 """The edge of an InfiniStore server: its frames on a socket, and what would have ended it.
 
-    faults    what a client did that the real one does not survive (docs/decisions say which)
+    faults    what a client did that the real one does not survive
+              (docs/decisions/infinistore-by-its-protocol.md)
 
-For what is quick, or disturbs a server as the real one cannot be; that keeps the promises of a
-tier on the real one. It reads tables by their own offsets, not by the shape that ours have.
+For quick tests, and for disturbances that the real server cannot be made to show; whether the tier
+keeps its promises, the real one decides. Tables are read by their own offsets, not by the shape
+that ours have.
 """
 
 import select
@@ -13,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-_HEAD = struct.Struct("<IcI")
+HEAD = struct.Struct("<IcI")
 PIECE_BYTES = 64 * 1024
 ENDED = (ConnectionError, EOFError)
 
@@ -25,7 +27,7 @@ class Edge:
         self.values: dict[bytes, bytes | None] = {}
         self.faults: list[str] = []
         self.room_bytes = 1 << 40
-        """A put that is longer finds none."""
+        """A put that is longer than this finds no room."""
         self.passes = threading.Event()
         self.passes.set()
         """While it is not set, nothing is answered."""
@@ -81,7 +83,7 @@ class Edge:
     def _serve(self, one: socket.socket) -> None:
         with suppress(*ENDED, OSError), one:
             while True:
-                magic, operation, length = _HEAD.unpack(_exactly(one, _HEAD.size))
+                magic, operation, length = HEAD.unpack(_exactly(one, HEAD.size))
                 if magic != 0xDEADBEEF:
                     return
                 body = _exactly(one, length)
@@ -92,12 +94,12 @@ class Edge:
         if operation == b"C":
             one.sendall(struct.pack("<ii", 200, body not in self.values))
         elif operation == b"X":
-            names = _strings(body)
+            names = read_names(body)
             self.faults += [f"removed in part: {n!r}" for n in names if self._is_coming(n)]
             count = sum(self.values.pop(name, b"") != b"" for name in names)
             one.sendall(struct.pack("<ii", 200, count))
         else:
-            name, value_bytes, asked = _payload(body)
+            name, value_bytes, asked = read_payload(body)
             (self._put if asked == b"P" else self._get)(one, name, value_bytes)
 
     def _put(self, one: socket.socket, name: bytes, length: int) -> None:
@@ -170,14 +172,14 @@ def _string(body: bytes, at: int) -> bytes:
     return text[:-1]
 
 
-def _payload(body: bytes) -> tuple[bytes, int, bytes]:
+def read_payload(body: bytes) -> tuple[bytes, int, bytes]:
     name = _string(body, _field(body, 0))
     (length,) = struct.unpack_from("<i", body, _field(body, 1))
     at = _field(body, 2)
     return name, length, body[at : at + 1]
 
 
-def _strings(body: bytes) -> list[bytes]:
+def read_names(body: bytes) -> list[bytes]:
     at = _field(body, 0)
     at += struct.unpack_from("<I", body, at)[0]
     (count,) = struct.unpack_from("<I", body, at)

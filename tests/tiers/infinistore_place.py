@@ -33,7 +33,7 @@ needs_server = pytest.mark.skipif(
     infinistore_servers.missing() != "", reason=infinistore_servers.missing() or "all is there"
 )
 PLACES = ["edge", pytest.param("server", marks=[pytest.mark.long, needs_server])]
-"""The real one has the last word; its edge tells at once, and sees what a client must not do."""
+"""The real one has the last word; the edge of one is quick, and sees what a client must not do."""
 
 
 class Place(Protocol):

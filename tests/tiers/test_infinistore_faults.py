@@ -111,7 +111,7 @@ def test_a_damaged_record_is_never_loaded_and_is_gone(place: Place) -> None:
 
 @pytest.mark.parametrize("at", [3, 100])
 def test_a_damaged_note_or_mark_is_a_miss(place: Place, at: int) -> None:
-    """Of what a part begins with, too."""
+    """And so is one in the mark that a part begins with."""
     record = chain_of(ROOT, SMALL, text(1, 4))[0]
     with driven(place.port) as tier:
         tier.keep([record])
@@ -130,7 +130,7 @@ def test_a_damaged_note_or_mark_is_a_miss(place: Place, at: int) -> None:
 
 
 def test_another_roots_record_of_the_same_key_is_another(place: Place) -> None:
-    """It cannot be; each gives its own bytes."""
+    """Which cannot be, as keys are made: its name has the root in it all the same."""
     record = chain_of(ROOT, SMALL, text(1, 4))[0]
     root = root_of("other")
     with driven(place.port) as tier:
@@ -229,7 +229,7 @@ def test_what_is_being_stored_at_a_clear_is_taken_back(
 
 @pytest.mark.long
 def test_nodes_that_store_the_same_at_once_never_give_wrong_bytes(place: Place) -> None:
-    """Who comes second writes it again, under a name of its own."""
+    """The second writes it again, under a name of its own."""
     chains = [chain_of(ROOT, SMALL, text(number, 10)) for number in range(20)]
     with driven(place.port) as one, driven(place.port) as other:
         jobs = [
@@ -446,7 +446,7 @@ def test_the_real_server_ends_with_a_connection_on_which_it_sends_a_value(server
         assert client.write(iter([(b"much", [bytes(64 * MiB)])]))
         deadline_s = time.monotonic() + WAIT_S
         while not server.has_ended:
-            assert time.monotonic() < deadline_s, "it has learned to live with it"
+            assert time.monotonic() < deadline_s, "this version survives it: adjust the client"
             with suppress(OSError), socket.create_connection(("127.0.0.1", server.port)) as one:
                 one.sendall(frames.get(b"much"))
                 one.recv(8)

@@ -6,7 +6,7 @@ from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers.infinistore import frames, names
 from kvtide.tiers.infinistore.names import Note
 from kvtide.units import GiB
-from tests.tiers.infinistore_edge import _HEAD, _payload, _strings
+from tests.tiers.infinistore_edge import HEAD, read_names, read_payload
 
 NAMES = [b"", b"a", b"abc", b"four", b"kvtide:1:w:" + b"0" * 32 + b":12"]
 
@@ -18,17 +18,17 @@ def test_a_put_or_get_is_read_as_it_was_meant(name: bytes) -> None:
         (frames.put(name, 2 * GiB - 1), 2 * GiB - 1, b"P"),
         (frames.get(name), 0, b"G"),
     ):
-        magic, kind, body_bytes = _HEAD.unpack_from(ask)
-        body = ask[_HEAD.size :]
+        magic, kind, body_bytes = HEAD.unpack_from(ask)
+        body = ask[HEAD.size :]
         assert (magic, kind, body_bytes) == (frames.MAGIC, b"L", len(body))
-        assert _payload(body) == (name, length, operation)
+        assert read_payload(body) == (name, length, operation)
 
 
 @pytest.mark.parametrize("count", range(len(NAMES) + 1))
 def test_names_to_remove_are_read_as_they_were_meant(count: int) -> None:
     ask = frames.delete(NAMES[:count])
     assert ask[4:5] == b"X"
-    assert _strings(ask[_HEAD.size :]) == NAMES[:count]
+    assert read_names(ask[HEAD.size :]) == NAMES[:count]
 
 
 def test_small_values_are_believed_only_as_they_were_written() -> None:

@@ -41,7 +41,7 @@ def test_a_name_is_read_as_what_it_was_made_of(seed: int, blocks: int) -> None:
 
 
 def test_the_longest_name_fits_beside_the_longest_prefix() -> None:
-    """One block more does not; so much do docs/tiers.md and README promise."""
+    """One block more does not; docs/tiers.md promises so much."""
     chance = random.Random(1)
     top = f"{'p' * 64}/{names.VERSION}"
     assert len(names.record_name(top, some(chance, DIGESTS_MAX))) <= names.NAME_BYTES_MAX

@@ -10,7 +10,7 @@ and a failure replays. The runtime feeds it from one thread. What the parts do:
     stores      Lending: grants, eviction
     tiers       Promotions: loads from below; Writes: stores to below
     regions     Regions: growing, opening, moving, leaving
-    canaries    Quarantine: whose bytes are not trusted
+    canaries    Quarantine: fingerprints that nobody is served under (not the quarantine of cells)
     messages    checks.py: what is refused before anything has changed
 """
 

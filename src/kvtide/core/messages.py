@@ -223,9 +223,13 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A canary has ended in this worker: a chunk that is kept under this fingerprint, against the
-    same one computed anew. `verdict` is a `Verdict`; `difference` the relative distance, 0 at
-    least.
+    """A canary has ended in this worker, which has compared a chunk that is kept with the same one
+    computed anew.
+
+    Attributes:
+        fingerprint: that under which the chunk is kept.
+        verdict: a `Verdict`.
+        difference: the relative distance (`movers.compare`), 0 at least; 0 without a verdict.
     """
 
     fingerprint: bytes

@@ -43,7 +43,7 @@ class Parts:
         self.effects: list[Effect] = []
         self.counts: dict[str, int] = {}
         self.quarantined: dict[bytes, str] = {}
-        """Fingerprints that nobody is served under, and why."""
+        """Fingerprints that nobody is served under, each with why, in words."""
         self.index = Index()
         self.host = Host(config.host_bytes, config.first_number)
         self.lending = Lending(self.index, self.host, self.emit, config.first_number)

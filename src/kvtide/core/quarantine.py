@@ -1,15 +1,16 @@
-"""Fingerprints whose bytes are not what engines compute, and that nobody is served therefore.
+"""Fingerprints whose bytes are not what engines compute: nobody is served under them.
 
     Compared, "differs" ─► alarm ─► its entries are cleared, in every tier ─► its engines are off
     kvtide clear        ─► nothing is quarantined ─► they are on again
 
 What is kept under such a fingerprint was written, moved or read wrongly, and nobody knows by whom:
 so nothing more is taken or given until somebody has looked. What lies in tiers is cleared at once
-and for good, so a node that starts later finds nothing of it; that one learns of a fault that is
-still there as this one did.
+and for good, so a node that starts later finds nothing of it; where the fault is still there, that
+node's canaries raise the alarm again. (Cells of a silent writer are in another quarantine, that of
+`core.lending`.)
 
-Rejected: a list of fingerprints on disk, for a node without disks has nothing that it would keep
-out; quarantining a chunk alone, for what is wrong in one is wrong in most.
+Rejected: a list of fingerprints on disk, since what it would keep out is cleared, or has ended
+with the node; quarantining a chunk alone, since what is wrong in one is wrong in most.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from kvtide.core.presence import Presence
 from kvtide.core.reasons import Verdict
 
 QUARANTINED_MAX = 256
-"""Fingerprints at once; the one quarantined longest ago is let go for another."""
+"""Of fingerprints; the one quarantined longest ago is let go for another."""
 SHOWN_DIGITS = 8
 """Of a fingerprint, as in `status`."""
 
@@ -38,7 +39,7 @@ class Quarantine:
         """Of those that were found equal: how near to a false alarm this node has come."""
 
     def compared(self, connection: int, message: m.Compared) -> None:
-        """A worker has compared a chunk. Raises WireError for what no worker of ours says."""
+        """A worker has compared a chunk; raises WireError for what no worker of ours says."""
         worker = self._presence.worker(connection)
         checks.check_compared(message)
         self._parts.count(f"canaries.{message.verdict}", 1)

@@ -46,8 +46,8 @@ class OffReason(enum.StrEnum):
     """three nodes in a row ended within a minute of their start, and served no engine"""
 
 
-UNTRUE = (OffReason.WEIGHTS_CHANGE, OffReason.CANARY)
-"""Those with which what is being loaded must not be used."""
+VOIDS_LOADS = (OffReason.WEIGHTS_CHANGE, OffReason.CANARY)
+"""Those with which nothing that is being loaded may be used: it is not what it is kept as."""
 
 
 class MissReason(enum.StrEnum):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 DIFFERENCE_MAX = 0.25
-"""Above, it is no rounding. (Measured: docs/decisions/canary.md.)"""
+"""Of a page; a greater one is no rounding. (Measured: docs/decisions/canary.md.)"""
 FLOATS = ("bfloat16", "float16", "float32")
 """What is compared by distance; all else is equal or infinitely far."""
 

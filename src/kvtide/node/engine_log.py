@@ -15,16 +15,22 @@ LINES_MAX = 30
 """Of all engines within a minute; an engine that starts takes two or three."""
 MINUTE_MS = 60_000
 LINE_CHARS_MAX = 300
-"""An engine chooses its label, and the detail of why it is off."""
+"""An engine chooses its label, and the detail of why it is off: as long as it likes."""
 AWAY = "away, its process lives"
 
 
 @dataclass(slots=True)
 class _Known:
-    """An engine of which something was said: who it is, what it was, why it seems to leave."""
+    """An engine of which something was said.
+
+    Attributes:
+        name: who it is, in a line.
+        state: what was said of it last.
+        why: why it leaves, as the first of its processes to go says; empty until then.
+    """
 
     name: str
-    is_what: str
+    state: str
     why: str = ""
 
 
@@ -40,16 +46,16 @@ class EngineLog:
 
     def look(self, instance: Instance, now_ms: int) -> None:
         """Say what the engine is, if that has changed."""
-        is_what, shown = _what(instance)
+        state, shown = _state(instance)
         known = self._known.get(instance.engine_id)
-        if not is_what or (known is None and is_what == AWAY):
+        if not state or (known is None and state == AWAY):
             return
         if known is None:
-            known = self._known[instance.engine_id] = _Known(_name(instance), is_what)
+            known = self._known[instance.engine_id] = _Known(_name(instance), state)
             self._tell(f"{known.name} has come: {shown}", now_ms)
-        elif known.is_what != is_what:
-            verb = "is back" if known.is_what == AWAY else "is now"
-            known.is_what = is_what
+        elif known.state != state:
+            verb = "is back" if known.state == AWAY else "is now"
+            known.state = state
             self._tell(f"{known.name} {verb}: {shown}", now_ms)
 
     def process_left(
@@ -86,8 +92,8 @@ def _name(instance: Instance) -> str:
     return f"engine {pid} ({label!r}, {instance.engine_id[:8]!r})"
 
 
-def _what(instance: Instance) -> tuple[str, str]:
-    """What an engine is, and how that is shown, which may tell more; nothing while unknown."""
+def _state(instance: Instance) -> tuple[str, str]:
+    """What an engine is, of which a change is said, and the same in full; empty while unknown."""
     if instance.connection is None:
         return (AWAY, AWAY) if instance.is_scheduler_alive else ("", "")
     if instance.off is not None:
@@ -95,7 +101,7 @@ def _what(instance: Instance) -> tuple[str, str]:
     if instance.identity is None or instance.layout is None or not instance.is_identified:
         return "", ""
     identity, layout = instance.identity, instance.layout
-    is_on = f"on, fingerprint {identity.fingerprint.hex()[:8]}, layout {layout.name}"
+    brief = f"on, fingerprint {identity.fingerprint.hex()[:8]}, layout {layout.name}"
     workers = f"{len(instance.workers)} worker{'' if len(instance.workers) == 1 else 's'}"
     sizes = f"blocks of {layout.block_tokens}, chunks of {layout.chunk_tokens}"
-    return is_on, f"{is_on} ({sizes}, {workers})"
+    return brief, f"{brief} ({sizes}, {workers})"

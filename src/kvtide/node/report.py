@@ -87,7 +87,7 @@ def status(
 
 
 def quarantined(machine: Machine) -> list[dict[str, str]]:
-    """Fingerprints that nobody is served under, and why, in words."""
+    """Fingerprints that nobody is served under, as `status` shows them: each with why."""
     return [
         {
             "fingerprint": fingerprint.hex()[:SHOWN_DIGITS],

@@ -79,7 +79,10 @@ class _Account:
                 self.tier.store(job)
 
     def take_ended(self, events: list[fx.Event]) -> None:
-        """Add what the machine is to be told; a fault ends that half-way."""
+        """Add what has ended to what the machine is to be told.
+
+        Raises what the tier raises, or for what it may not say; `events` keeps what came before.
+        """
         for done in self.tier.poll():
             events.append(self._ended(done))  # noqa: PERF401 - what came before a fault is kept
 

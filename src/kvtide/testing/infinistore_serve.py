@@ -1,4 +1,4 @@
-"""Starts an InfiniStore server, as its own program does, where some of what that wants is not.
+"""Starts an InfiniStore server as its own program does, without two things that this wants.
 
     python infinistore_serve.py --service-port … --prealloc-size 1 …
 

@@ -1,8 +1,8 @@
 """A real InfiniStore server for tests, as a process: on all addresses, whatever it is told.
 
-`scripts/setup_infinistore` installs it, by itself: long tests alone want it. It opens a device for
-RDMA before it listens, so it gets a stub of that library, made of `verbs_stub.c` by the system's
-C compiler; what goes over TCP is all its own.
+`scripts/setup_infinistore` installs it, apart from the rest: only long tests want it. It opens a
+device for RDMA before it listens, so it gets a stub of that library, made of `verbs_stub.c` by the
+system's C compiler; what goes over TCP is all its own.
 """
 
 import http.client
@@ -125,7 +125,7 @@ class Server:
             self.process.send_signal(signal.SIGCONT)
 
     def names_count(self) -> int:
-        """Of all values."""
+        """How many values there are."""
         connection = http.client.HTTPConnection("127.0.0.1", self.manage_port, timeout=10)
         try:
             connection.request("GET", "/kvmap_len")

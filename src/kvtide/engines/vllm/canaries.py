@@ -9,7 +9,7 @@ they would have stored them. Whatever happens to the request before is the end o
 
 Left out: requests with adapters, whose files may have been replaced a moment ago, and engines with
 a draft model that reads a block's successor (EAGLE), or whose weights are still being verified:
-there what is computed may differ from what is kept, and neither is the layout's fault.
+there what is computed may differ from what is kept though nothing is wrong.
 """
 
 import hashlib
@@ -33,13 +33,14 @@ _DRAWS = 1 << 64
 
 @dataclass(slots=True)
 class _Canary:
-    """Blocks [first_block, end_block) of a request, which are not loaded.
+    """Blocks [first_block, end_block) of a request, which are computed instead of loaded.
 
     Attributes:
+        fingerprint: that under which they are kept.
         runs: where they are kept.
-        preemptions: how often the request had been preempted by then.
-        load_end: of the load of all before them, once it has ended: it is said when they have
-            been compared, and keeps their cells until then.
+        preemptions: how often the request had been preempted when its hit was cut.
+        load_end: what ends the load of all before them, once that has ended: the node is told
+            when they have been compared, and keeps their cells until then.
         is_planned: workers compare them in the last step that was planned.
     """
 
@@ -54,7 +55,7 @@ class _Canary:
 
 
 class Canaries:
-    """All canaries of one engine; mostly there is none."""
+    """All canaries of one engine's requests; mostly there is none."""
 
     def __init__(
         self, identity: EngineIdentity, rate: float, link: EngineSession, counters: Counters
@@ -70,8 +71,11 @@ class Canaries:
     # ---- a hit is cut
 
     def cut(self, tracker: Tracker, match: m.Match) -> m.Match:
-        """What of this match is to be loaded: all, or a chunk less. Asked again it says the same,
-        unless the engine's own cache has changed."""
+        """The match as the engine is told it: all of it, or a chunk less where a canary is drawn.
+
+        vLLM asks again at each step until it has room; the answer is the same, unless the engine's
+        own cache has changed.
+        """
         self.drop(tracker)
         session = self._link.session
         request, chain = tracker.request, tracker.chain

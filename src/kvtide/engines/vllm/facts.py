@@ -70,8 +70,8 @@ class PageFacts(msgspec.Struct, frozen=True):
 
     @property
     def numbers(self) -> PageNumbers:
-        """What its bytes are, to be compared: CPU attention keeps a head's keys, then its values,
-        as vLLM's `cpu_attn` cuts its cache."""
+        """What its bytes are, to be compared. CPU attention keeps a head's keys, then its values
+        (vLLM's `cpu_attn` cuts its cache so); in pages of others they are not told apart."""
         is_apart = self.backend == "CPU_ATTN" and not self.strides[0] % 2
         return PageNumbers(self.dtype, self.strides[0] // 2 if is_apart else 0)
 

@@ -27,7 +27,7 @@ from kvtide.core.chain import Chain
 from kvtide.core.instances import ROOTS_MAX
 from kvtide.core.keys import root_key, salt_digest
 from kvtide.core.plan import StorePlan, cut_runs, usable_blocks
-from kvtide.core.reasons import UNTRUE, MissReason
+from kvtide.core.reasons import VOIDS_LOADS, MissReason
 from kvtide.engines.vllm.adapter_numbers import AdapterNumbers
 from kvtide.engines.vllm.adapters import AdapterDigests
 from kvtide.engines.vllm.canaries import Canaries
@@ -74,8 +74,15 @@ class SchedulerSide:
         self.counters = Counters()
         self._stats: Counter[str] = Counter()
         self._canaries = Canaries(identity, settings.canary_rate, session, self.counters)
-        ways = (session, self._number, self._register, self._take_in, clock, self.counters)
-        self._lookups = Lookups(*ways, self._canaries)
+        self._lookups = Lookups(
+            session,
+            self._number,
+            self._register,
+            self._take_in,
+            clock,
+            self.counters,
+            self._canaries,
+        )
         self._stores = Stores(
             identity, session, self._number, self._register, clock, self.counters
         )
@@ -205,7 +212,7 @@ class SchedulerSide:
     def _void_wrong_loads(self) -> None:
         """Where our weights, or kept bytes, are not what they seemed, nothing is to be loaded."""
         off = self._link.off
-        if self._loads and off is not None and off.reason in UNTRUE:
+        if self._loads and off is not None and off.reason in VOIDS_LOADS:
             self.void_loads()
 
     def _session_changed(self, session: Session | None) -> None:

@@ -102,7 +102,7 @@ class EngineSession:
         self._uncleared: dict[m.Clear, None] = {}
         self._clearing: deque[m.Clear] = deque()  # said on this connection, not answered
         self._counts: dict[str, int] = {}
-        self._load_ends: list[m.LoadEnd] = []  # there was no room for
+        self._load_ends: list[m.LoadEnd] = []  # those that found no room on their way
         self._facts: m.Workers | None = None
         self._welcome: m.Welcome | None = None
         self._sent = b""  # the fingerprint last said on this connection; b"" where we are off
@@ -113,7 +113,7 @@ class EngineSession:
         self.session: Session | None = None
         self.off: Off | None = None
         self.alarms = 0
-        """How often a canary has turned us off."""
+        """How many times a canary has turned us off."""
         self._link = Link(places.socket, self, "kvtide-scheduler")
 
     # ---- the scheduler's thread

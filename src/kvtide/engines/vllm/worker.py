@@ -58,10 +58,11 @@ LEAVE_S_MAX = 5.0
 MOVERS_MAX = 2
 """Two reach what memory gives (`movers.host`); more would only take processors from the engine."""
 VERDICTS_MAX = 64
-"""Of canaries, kept for a node that cannot be reached; those that came last."""
+"""Kept for a node that cannot be reached; of more, those that came last."""
 SPLIT_BYTES = 4 << 20
-"""A load of more than twice this is copied by two threads. Not in more pieces, for whoever is
-free: each wakes the engine's thread, which then wants the interpreter (8 MiB at a time: 0.93)."""
+"""A load of more than twice this is copied in halves, by two threads. More pieces would each wake
+the engine's thread, which then wants the interpreter: with 8 MiB at a time a load has 0.93 of the
+speed that it has in halves."""
 
 
 class _Load:
@@ -412,7 +413,7 @@ def _verdict(difference: float) -> Verdict:
 def _moved(
     block_ids: Sequence[int], runs: Sequence[Run], regions: dict[int, MappedRegion]
 ) -> set[int]:
-    """The blocks whose cells are another's by now, or of no run."""
+    """The blocks whose cells were lent to somebody else since, or that no run names."""
     moved: set[int] = set()
     position = 0
     for run in runs:

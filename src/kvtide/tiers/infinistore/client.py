@@ -25,16 +25,17 @@ from kvtide.tiers.remote.session import CONNECT_S_MAX
 from kvtide.units import KiB
 
 CONNECTIONS = 8
-"""For gets of small values: each is a round trip."""
+"""Over which gets of small values are spread: each is a round trip."""
 TOGETHER = 256
 """Asks that are sent before an answer is read: their answers fit what the kernel keeps."""
 SMALL_BYTES_MAX = 64 * KiB
+"""A value of ours that is no part is smaller; a larger one is not ours, and not read."""
 ASIDE_MAX = 64
 """Connections that owe an answer which nobody wants. One more, and the oldest is closed."""
 ASIDE_S_MAX = 60.0
 """A server that has sent nothing for so long is gone."""
 CLOSE_S_MAX = 0.5
-"""What the last call waits for those."""
+"""How long `close` goes on to read connections that owe an answer, which spares the server."""
 
 
 class Client:
@@ -158,12 +159,12 @@ class Client:
             self._judge(self._first.answer()[0])
 
     def replace(self, values: Sequence[tuple[bytes, bytes]], *, is_whole: bool = True) -> bool:
-        """Give names these small values; False: there is no room.
+        """Give names these small values, in order; False: there is no room for one of them.
 
         What is there is removed first: a name that is written over goes with what it held, when
-        the server evicts that. Both asks and the value are sent at once, and fit a packet: nobody
-        gets a value of which a part has come, since a server ends that is asked for it. One that
-        is not `is_whole` may be there in part, and is written over as it is.
+        the server evicts that. Both asks and the value are sent at once, and fit a packet, since a
+        server that is asked for a value of which only a part has come ends. Where not `is_whole`,
+        what is there may be such a part: removing it would end the server, so it is written over.
         """
         for name, value in values:
             put = frames.put(name, len(value)) + value
@@ -204,7 +205,7 @@ class Client:
         return True
 
     def _was_refused(self) -> bool:
-        """Whether a connection that ended told of no room before."""
+        """Whether the first connection, which has ended, said before that there is no room."""
         one = self._first
         one.limit(0.0)
         try:

@@ -3,8 +3,8 @@
     ask ──► owed            send returns once the kernel has all of it
     answer ──► head, rest   a value's bytes go straight to where they belong
 
-Who can help it closes no connection that still owes an answer: a server ends, with all that it
-holds, when a connection ends on which it is just sending a value. Such a one is put aside, and
+A connection that still owes an answer is not closed where that can be helped: a server ends, with
+all that it holds, when a connection ends on which it is just sending a value. It is put aside, and
 read out bit by bit (`is_clear`) whenever its session has something else to do.
 
 Ownership: one thread's; it is woken from elsewhere by the descriptor that it was given.
@@ -23,9 +23,9 @@ from kvtide.units import KiB
 PIECES_MAX = 512
 """Of one gathered write; the kernel takes 1024."""
 THROWN_BYTES = 256 * KiB
-"""Of what nobody wants any more, read at once."""
+"""How much is read at once of what nobody wants any more."""
 STEP_S = 0.05
-"""The least that a wait is: a deadline is met by so much."""
+"""The shortest wait: a deadline may be missed by so much."""
 
 
 class Refused(PlaceFailed):
@@ -33,7 +33,7 @@ class Refused(PlaceFailed):
 
 
 class Late(PlaceFailed):
-    """It did not do in time what was asked, or need not any more."""
+    """The server did not answer in time, or the wait for it was interrupted."""
 
 
 class Connection:
@@ -55,7 +55,7 @@ class Connection:
         self._left_bytes = 0
         self._until_s = 0.0
         self.is_broken = False
-        """Whether it is of no use any more: it has ended, or an ask was cut off."""
+        """Whether it can be used no more: it has ended, or an ask was cut off in the middle."""
 
     def limit(self, until_s: float) -> None:
         """What is sent and read from now on has ended by then, on the monotonic clock."""

@@ -6,7 +6,7 @@
               code │ length │ value                 get
 
 Two kinds of ask carry a table in the format of FlatBuffers, each of one fixed shape, so they are
-packed here by hand; answers carry none. Numbers are little-endian.
+packed here by hand; answers carry none. All numbers are little-endian.
 """
 
 import enum
@@ -15,38 +15,40 @@ from collections.abc import Sequence
 
 MAGIC = 0xDEADBEEF
 _HEAD = struct.Struct("<IcI")
+_EXIST, _DELETE, _PAYLOAD = b"C", b"X", b"L"
 _GET, _PUT = ord("G"), ord("P")
+"""Operations; the last two stand in the table of a _PAYLOAD."""
 
 CODE = struct.Struct("<i")
 NUMBER = struct.Struct("<iI")
-"""An answer that is good: its code, and what it says."""
+"""An answer with FINISH: its code; and a number (`exist`, `delete`), or a value's length."""
 
 FINISH = 200
 NOT_FOUND = 404
 NO_ROOM = 507
 CODES = {200, 202, 400, 404, 408, 500, 503, 507}
-"""That a server knows. Whoever answers anything else is none."""
+"""All that a server answers. Whoever answers anything else is no InfiniStore."""
 
 BODY_BYTES_MAX = 4 << 20
-"""Of one ask, but for a value."""
+"""Of one ask, without the value that follows it."""
 
 
 class Ask(enum.Enum):
-    """What an answer is of."""
+    """What was asked, by which its answer is read."""
 
-    EXIST = b"C"
-    DELETE = b"X"
-    GET = b"G"
-    PUT = b"P"
+    EXIST = enum.auto()
+    DELETE = enum.auto()
+    GET = enum.auto()
+    PUT = enum.auto()
 
 
 def exist(name: bytes) -> bytes:
     """Whether there is a value of this name. The number: 0, or 1 where there is none."""
-    return _HEAD.pack(MAGIC, b"C", len(name)) + name
+    return _HEAD.pack(MAGIC, _EXIST, len(name)) + name
 
 
 def delete(names: Sequence[bytes]) -> bytes:
-    """Take these away. The number: how many there were."""
+    """Remove these. The number: how many of them were there."""
     # root ─► table: one field, a vector of offsets of strings
     vector = struct.pack("<IHHH2xiII", 12, 6, 8, 4, 8, 4, len(names))
     strings, offsets = bytearray(), []
@@ -55,7 +57,7 @@ def delete(names: Sequence[bytes]) -> bytes:
         strings += _string(name)
     body = vector + struct.pack(f"<{len(names)}I", *offsets) + strings
     assert len(body) <= BODY_BYTES_MAX, len(names)
-    return _HEAD.pack(MAGIC, b"X", len(body)) + body
+    return _HEAD.pack(MAGIC, _DELETE, len(body)) + body
 
 
 def get(name: bytes) -> bytes:
@@ -74,7 +76,7 @@ def _payload(name: bytes, length_bytes: int, operation: int) -> bytes:
     # root ─► table: name, length (in eight bytes, however many of them are read), operation
     table = struct.pack("<I5H2xiIQB3x", 16, 10, 20, 4, 8, 16, 12, 16, length_bytes, operation)
     body = table + _string(name)
-    return _HEAD.pack(MAGIC, b"L", len(body)) + body
+    return _HEAD.pack(MAGIC, _PAYLOAD, len(body)) + body
 
 
 def _string(content: bytes) -> bytes:

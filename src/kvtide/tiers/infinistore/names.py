@@ -29,12 +29,14 @@ from kvtide.units import MiB
 VERSION = 1
 """Of names and of what they hold."""
 MARK = b"kvtide part 0001"
-"""What a part begins with: nothing that a server could take for an ask."""
+"""What a part begins with, so that no value could be taken for an ask; also what marks a key that
+has children."""
 PART_BYTES = 2 * MiB - len(MARK)
-"""Of a record in one value: whole stretches of a server's memory, and several under way."""
+"""Of a record in one value, which takes 2 MiB with its mark: whole stretches of a server's memory,
+and small enough for several to be under way."""
 NONCE_BYTES = 16
 FAMILY_MAX = 16
-"""Newest first. A family of so many fits a packet."""
+"""Keys of a family, newest first: with so many it fits a packet."""
 _DIGEST_BYTES = 16
 _NOTE = struct.Struct(f"<8s{KIND_BYTES}s{WRITE_ID_BYTES}s{KEY_BYTES}s{KEY_BYTES}sH")
 _SUM = struct.Struct("<Q")
@@ -106,7 +108,7 @@ def _unsummed(content: bytes | None) -> bytes | None:
 
 
 class Names:
-    """Of one root and layout below one prefix, between two clears."""
+    """The names of one root's and layout's records below one prefix, between two clears."""
 
     def __init__(self, prefix: str, root: RootName, layout: KVLayout, cleared: bytes) -> None:
         """`cleared`: what all clears that concern it have left."""
@@ -114,15 +116,15 @@ class Names:
         self._scope = kind_of(root, layout) + cleared
 
     def note(self, key: bytes) -> bytes:
-        """Of a record."""
+        """The name of a record's note."""
         return self._name(b"n", key)
 
     def family(self, parent: bytes, first_block: bytes) -> bytes:
-        """Of records behind this parent that begin with this block."""
+        """The name of the family behind this parent that begins with this block."""
         return self._name(b"f", parent, first_block)
 
     def children(self, key: bytes) -> bytes:
-        """Of the mark that a key has some."""
+        """The name of the mark that a key has children."""
         return self._name(b"c", key)
 
     def _name(self, what: bytes, *of: bytes) -> bytes:
@@ -133,19 +135,19 @@ class Names:
 
 
 def part_names(prefix: str, write_id: bytes, count: int) -> list[bytes]:
-    """Of the parts of one write, in order."""
+    """The names of one write's parts, in order."""
     return [f"{prefix}:{VERSION}:w:{write_id.hex()}:{number}".encode() for number in range(count)]
 
 
 def clears_of(prefix: str, root: RootName) -> list[bytes]:
-    """Names under which clears that concern a root leave something."""
+    """The names of what clears that concern a root have left."""
     fingerprints, salts = (None, root.fingerprint), (None, root.salt_digest)
     scopes = [Scope(salt, fingerprint) for fingerprint in fingerprints for salt in salts]
     return [clear_of(prefix, scope) for scope in scopes]
 
 
 def clear_of(prefix: str, scope: Scope) -> bytes:
-    """Of the last clear of just this scope."""
+    """The name of what the last clear of just this scope has left."""
     running = hashlib.sha256(b"kvtide scope 1")
     for value in (scope.fingerprint, scope.salt_digest):
         said = b"" if value is None else struct.pack("<I", len(value)) + value
@@ -154,17 +156,17 @@ def clear_of(prefix: str, scope: Scope) -> bytes:
 
 
 def cleared_by(nonces: Iterable[bytes | None]) -> bytes:
-    """What clears have left, as names take it in: none is another one than any."""
+    """What clears have left, as names take it in; that one has left nothing counts, too."""
     return b"".join(struct.pack("<I", len(one)) + one if one else b"\0" * 4 for one in nonces)
 
 
 def life_of(prefix: str) -> bytes:
-    """Of a value that a server loses when it ends."""
+    """The name of what tells a server that was started again: it has lost this value."""
     return f"{prefix}:{VERSION}:life".encode()
 
 
 def lengths_of(record: Record) -> tuple[int, ...]:
-    """Of all parts of a record, without their marks."""
+    """Bytes of each part of a record, without its mark."""
     length = stored_bytes(record.layout, record.blocks)
     return tuple(min(PART_BYTES, length - at) for at in range(0, length, PART_BYTES))
 

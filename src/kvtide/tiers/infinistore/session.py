@@ -4,8 +4,8 @@
     lookup  clears ─► notes ─► whether their parts are there
     load    clears ─► note ─► parts, several under way, each proven while the next ones travel
 
-Nothing is mirrored and nothing is listed: a server can do neither, and evicts by itself, what
-nobody has got for longest. Notes are got by each lookup and parts are not, so notes outlive them:
+Nothing is mirrored and nothing is listed: a server can do neither. It evicts by itself what nobody
+has got for longest. Notes are got by each lookup and parts are not, so notes outlive them:
 a record is found while the parts that a server evicts first are there.
 """
 
@@ -35,7 +35,7 @@ from kvtide.tiers.scope import Scope
 Result = TypeVar("Result")
 
 NOTES_TOGETHER = 32
-"""Asked for before any is looked at: a lookup ends at the first that is not there."""
+"""Notes that a lookup asks for before it looks at any: it ends at the first that is not there."""
 
 
 class InfiniStoreSession:

@@ -2,8 +2,8 @@
 
 Parts have names of their own write, which nobody knows until its note is there: so nobody asks for
 what has not all come, two nodes that store the same never write to one name, and what a store that
-failed has left is found by nobody. What it left off in the middle a server keeps for ever, as long
-as nobody overwrites it: that is done ahead of the next store (`_free`).
+failed has left is found by nobody. A part that was left in the middle takes room in the server for
+ever, unless it is overwritten and removed: that is done ahead of the next store (`_free`).
 """
 
 from collections import deque
@@ -25,19 +25,21 @@ from kvtide.tiers.remote.session import Put
 from kvtide.tiers.scope import Scope
 
 PACKET_BYTES = 1300
-"""What reaches a server at once over any network: a note and what puts it."""
+"""What reaches a server at once over any network: a note has to fit, with the asks that put it."""
 ASKS_BYTES = 192
-"""Of those, beside the note and twice its name."""
+"""Of these two asks, beside the note and twice its name."""
 UNFREED_MAX = 256
 """Names of parts left off in the middle; the oldest are forgotten."""
 OWN_MAX = 16_384
-"""Records that are taken away once they are cleared; others the server evicts."""
+"""Records stored by this session, which removes them once they are cleared; others the server
+evicts."""
 SWEPT_TOGETHER = 8
+"""Records that one sweep removes: it holds up its thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What this session has stored: of which root, the names that tell of it, and its parts."""
+    """A record that this session has stored: root, names of its small values, and its parts."""
 
     root: RootName
     told: tuple[bytes, ...]
@@ -51,7 +53,7 @@ class _Around:
 
     Attributes:
         is_there: itself, whole.
-        is_covered: by a longer one.
+        is_covered: a longer one begins with all its blocks.
         family: keys of those that begin with its first block, as they should be from now on.
         is_family_told: whether the family says so already.
         is_marked: whether its parent is known to have children.

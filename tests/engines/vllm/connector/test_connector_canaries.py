@@ -40,7 +40,8 @@ OPTIONS = ToyOptions(chunk_tokens=CHUNK, step_tokens=CHUNK, settings={"kvtide.ca
 
 @pytest.fixture
 def verdicts(toys: Toys) -> Iterator[Callable[[str], int]]:
-    """How many of one kind there were since the test began; nothing is quarantined behind it."""
+    """How many verdicts of one kind came since the test began; what a test leaves quarantined is
+    cleared behind it."""
 
     def count(verdict: str) -> int:
         return toys.node.count(f"canaries.{verdict}")
@@ -78,7 +79,7 @@ def counted(engine: ToyEngine) -> Counter[str]:
 def test_the_last_chunk_of_a_long_hit_is_computed_and_found_equal(
     toys: Toys, verdicts: Callable[[str], int], changes: dict[str, Any]
 ) -> None:
-    """In each worker, once; the answer is right, and what was loaded stays a hit."""
+    """In each worker, once; the answer is right, and what was loaded counts as a hit."""
     options = ToyOptions(
         **{"chunk_tokens": CHUNK, "step_tokens": CHUNK, "settings": OPTIONS.settings, **changes}
     )
@@ -202,7 +203,7 @@ def test_requests_that_run_when_the_alarm_is_raised_leave_nothing_behind(toys: T
 
 
 def test_a_load_that_ends_as_the_alarm_is_raised_is_not_used(toys: Toys) -> None:
-    """Between a step's work and its output."""
+    """The alarm comes between a step's work and its output."""
     engine = toys.start(OPTIONS)
     swaps_halves(engine)
     prompt = stored(toys, engine, LENGTH)
@@ -342,7 +343,7 @@ def test_a_comparison_that_fails_costs_its_verdict(
 
 
 class Drawn:
-    """The scheduler's part alone, with a match of five chunks."""
+    """The scheduler's part alone: canaries that are drawn from a match of five chunks."""
 
     def __init__(self, rate: float, **changes: Any) -> None:
         self.ended: list[m.LoadEnd] = []
