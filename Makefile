@@ -30,7 +30,7 @@ test: setup
 	$(PYTHON) -m pytest -m 'engine and not places and not slow' || state=1; exit $$state
 
 test-places: setup
-	@$(PYTHON) -m pytest -m 'places and not slow'
+	@scripts/setup_infinistore && $(PYTHON) -m pytest -m 'places and not slow'
 
 bench: setup
 	@$(PYTHON) -m benchmarks; code=$$?; $(PYTHON) scripts/make_docs; exit $$code

@@ -1,8 +1,10 @@
 """What entries of `tiers` say of an InfiniStore server, and what becomes of them."""
 
+import gc
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -10,9 +12,13 @@ from typing import Any
 import pytest
 
 from kvtide import tier_values
+from kvtide.errors import PlaceFailed
+from kvtide.server_address import Address
 from kvtide.testing.tier_records import chain_of, layout_of, root_of, text
 from kvtide.tiers import registry
 from kvtide.tiers.base import LoadOutcome, StoreOutcome, Tier
+from kvtide.tiers.infinistore.session import InfiniStoreSession
+from kvtide.tiers.remote.census import Census
 from kvtide.units import MiB
 from tests.tiers.infinistore_edge import edge
 from tests.tiers.redis_place import driving
@@ -105,3 +111,25 @@ def test_an_address_is_shown_as_it_is_given() -> None:
     ):
         (entry,) = tier_values.parse_tiers([{"type": "infinistore", "url": url}])
         assert str(entry.options["url"]) == shown
+
+
+def test_what_a_failed_call_had_is_given_back_at_once() -> None:
+    """A node looks for no cycles, so cells in one would stay mapped for as long as it runs."""
+
+    class Cells(bytearray):
+        pass
+
+    def call() -> "weakref.ref[Cells]":
+        cells = Cells(4096)
+        address = Address("infinistore", "127.0.0.1", 1)
+        session = InfiniStoreSession(address, "kvtide", Census(), 1.0)
+        with pytest.raises(PlaceFailed, match="cannot be reached"):
+            session.load(CHAIN[0], [memoryview(cells)])
+        session.close()
+        return weakref.ref(cells)
+
+    gc.disable()
+    try:
+        assert call()() is None
+    finally:
+        gc.enable()

@@ -241,7 +241,7 @@ class Client:
     def _connected(self) -> Connection:
         limit_s = min(self._connect_s, self._until_s - time.monotonic())
         until_s = time.monotonic() + limit_s
-        error: OSError | None = None
+        failed: OSError | None = None
         try:
             found = addresses_of((self._address.host, self._address.port), max(limit_s, 0.001))
         except OSError as unknown:
@@ -253,12 +253,13 @@ class Client:
                 sock.settimeout(left_s)
                 sock.connect(where)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            except OSError as refused:
+            except OSError as error:
                 sock.close()
-                error = refused
+                # Without its frames, which hold cells: a node never looks for cycles.
+                failed = error.with_traceback(None)
                 continue
             connection = Connection(sock, self._stop)
             connection.limit(self._until_s)
             return connection
-        assert error is not None, found
-        raise PlaceFailed(f"it cannot be reached: {reason_of(error)}") from error
+        assert failed is not None, found
+        raise PlaceFailed(f"it cannot be reached: {reason_of(failed)}") from failed
