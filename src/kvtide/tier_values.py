@@ -68,6 +68,14 @@ def parse_disk_bytes(raw: object) -> int | Literal["auto"]:
     return "auto" if raw == "auto" else parse_bytes_max(raw)
 
 
+SERVER_PREFIX = Option(
+    "prefix",
+    parse=parse_prefix,
+    accepts="letters, digits, `_`, `.`, `-`",
+    doc="What all keys begin with. Nodes of one prefix share records.",
+    default="kvtide",
+)
+
 DISK = (
     Option(
         "path",
@@ -125,13 +133,7 @@ REDIS = (
         " same; the server's own `maxmemory` should be a tenth above.",
         show=show_bytes,
     ),
-    Option(
-        "prefix",
-        parse=parse_prefix,
-        accepts="letters, digits, `_`, `.`, `-`",
-        doc="What all keys begin with. Nodes of one prefix share records.",
-        default="kvtide",
-    ),
+    SERVER_PREFIX,
     Option(
         "password_file",
         parse=parse_path,
@@ -228,13 +230,7 @@ MOONCAKE = (
         doc="The master of a store. How much there is to use is what its owners give.",
         show=str,
     ),
-    Option(
-        "prefix",
-        parse=parse_prefix,
-        accepts="letters, digits, `_`, `.`, `-`",
-        doc="What all keys begin with. Nodes of one prefix share records.",
-        default="kvtide",
-    ),
+    SERVER_PREFIX,
     Option(
         "metadata",
         parse=parse_metadata,
@@ -267,13 +263,7 @@ INFINISTORE = (
         doc="A server, which is asked over TCP. How much there is to use is what it was given.",
         show=str,
     ),
-    Option(
-        "prefix",
-        parse=parse_prefix,
-        accepts="letters, digits, `_`, `.`, `-`",
-        doc="What all names begin with. Nodes of one prefix share records.",
-        default="kvtide",
-    ),
+    SERVER_PREFIX,
 )
 
 BUILT_IN: dict[str, tuple[Option, ...]] = {
